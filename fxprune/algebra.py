@@ -1,0 +1,757 @@
+"""The algebra of channels: the words in which a pattern says how channels hang together.
+
+One interpreter walks the trace and lets each node's pattern speak. It is run three times with
+three meanings of :meth:`Algebra.join`: to discover which slices belong together
+(:mod:`fxprune.discover`), to follow what dead channels still say (:mod:`fxprune.constants`), and to
+replay the trace at the new widths (:mod:`fxprune.replay`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+from . import registry, tree
+from .channels import (
+    FROZEN,
+    Axis,
+    Channels,
+    SourceAxis,
+    compact,
+    remap,
+    run_on,
+    varying,
+)
+from .trace import Spec, Trace, after_write
+
+Roles = Mapping[str, tuple[int, ...]]  # role -> the dimensions of one axis
+_NUMERIC = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod,
+            operator.pow, operator.truediv, operator.neg)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Named:
+    """A parameter, buffer or constant as a value: it gets axes when an op says what it is."""
+
+    name: str
+    spec: Spec
+
+
+@dataclass
+class Call:
+    """One node of the trace as its pattern sees it; tensors among the arguments are Channels."""
+
+    algebra: Algebra
+    node: fx.Node
+    pattern: registry.Pattern | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    module: Any = None  # the leaf module of a call_module node
+    path: str = ""
+    inputs: list[Any] = field(default_factory=list)  # tensors among the arguments, in order
+
+    @property
+    def name(self) -> str:
+        """How reports name the call: the module's path, or the function and its place."""
+        if self.path:
+            return self.path
+        target = self.node.target
+        word = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        word = registry.op_name(target) or word
+        where = self.node.meta.get("where", "")
+        return f"{word} ({where.rpartition('/')[2]})" if where else word
+
+    @property
+    def spec(self) -> Any:
+        return self.node.meta["spec"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the result, at the widths of this pass."""
+        return self.algebra.result_shape(self.node)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of a result that is a tuple of tensors."""
+        return self.algebra.result_shapes(self.node)
+
+    def literal_sizes(self) -> set[int]:
+        """Dimensions of the result that the code sizes by a number written in it."""
+        given = self.node.args[1:] or [v for k, v in self.node.kwargs.items() if k != "input"]
+        if len(given) == 1 and isinstance(given[0], (tuple, list)):
+            given = given[0]
+        return {i for i, n in enumerate(given) if isinstance(n, int) and n >= 0}
+
+    def view_of(self, name: str, view: tuple[int, ...]) -> tuple[int, ...]:
+        """A shape for a tensor of the leaf module, with -1 worked out."""
+        value = self.algebra.member(self, name)
+        assert value is not None
+        size = torch.Size(self.algebra.tensor_shape(value)).numel()
+        known = -torch.Size(view).numel()
+        return tuple(size // known if n == -1 else n for n in view)
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument by position or name; a tensor as :class:`Channels`."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+    def channels(self, position: int = 0, name: str = "input") -> Channels:
+        """A tensor argument, with the default axes where it is a parameter used bare."""
+        return self.algebra.channels(self.arg(position, name))
+
+    def tensor(
+        self, value: Any, roles: Roles, view: tuple[int, ...] | None = None
+    ) -> Channels | None:
+        """A weight: a tensor name of the leaf module, or an argument; with axes by ``roles``.
+
+        An argument that is not a parameter or buffer itself keeps the axes it has.
+        """
+        if isinstance(value, str):
+            value = self.algebra.member(self, value)
+        if isinstance(value, Named):
+            return self.algebra.source(value, roles, view)
+        if value is not None and view is not None and view != value.shape:
+            return self.algebra.view(self, value, view)
+        return value
+
+    def replay(self, replacements: Sequence[Tensor]) -> Tensor:
+        """The call on other tensors in the place of its tensor arguments, in their order."""
+        tensors = iter(replacements)
+
+        def swap(value: Any) -> Any:
+            if isinstance(value, (Channels, Named)):
+                return next(tensors)
+            if isinstance(value, (tuple, list, dict, slice)):
+                return tree.rebuild(value, swap)
+            return value
+
+        args, kwargs = swap(self.args), swap(self.kwargs)
+        if self.node.op == "call_module":
+            return self.module(*args, **kwargs)
+        if self.node.op == "call_method":
+            return getattr(args[0], str(self.node.target))(*args[1:], **kwargs)
+        return self.node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+class Algebra:
+    """Walks a trace; subclasses give the words their meaning."""
+
+    def __init__(self, trace: Trace, *, attention: str = "heads") -> None:
+        self.trace = trace
+        self.attention = attention
+        self.values: dict[fx.Node, Any] = {}
+        self.modules = dict(trace.model.named_modules(remove_duplicate=False))
+
+    # -- the walk -----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        with torch.no_grad():
+            self._walk(self.trace.graph)
+
+    def _walk(self, graph: fx.Graph) -> Any:
+        values = self.values
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                outer = node.meta.get("outer")  # set in the graph beneath a call
+                spec = node.meta["spec"]
+                values[node] = _map_specs(spec, rigid) if outer is None else values[outer]
+            elif node.op == "get_attr":
+                values[node] = self._attribute(node)
+            elif node.op == "output":
+                result = self._resolve(node.args[0])
+                if graph is self.trace.graph:
+                    for value in leaves(result):
+                        self.freeze_all(value, "it is an output of the model", None)
+                return result
+            else:
+                values[node] = self._visit(node)
+        return None
+
+    def _attribute(self, node: fx.Node) -> Any:
+        spec = node.meta["spec"]
+        if not isinstance(spec, Spec):
+            return spec
+        name = str(node.target)
+        if node.meta.get("constant") or name in self.trace.constants:
+            return replace(rigid(spec), scalar=self._scalar(name, spec))
+        return Named(name, spec)
+
+    def _scalar(self, name: str, spec: Spec) -> float | None:
+        if torch.Size(spec.shape).numel() != 1 or name not in self.trace.constants:
+            return None
+        return float(self.trace.constants[name])
+
+    def _resolve(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return self.values[value]
+        if isinstance(value, (tuple, list, dict, slice)):
+            return tree.rebuild(value, self._resolve)
+        return value
+
+    def _visit(self, node: fx.Node) -> Any:
+        args = self._resolve(tuple(node.args))
+        kwargs = self._resolve(dict(node.kwargs))
+        if node.target is operator.getitem and not isinstance(args[0], (Channels, Named)):
+            return args[0][args[1]]
+        inputs = list(leaves((args, kwargs)))
+        if not isinstance(node.meta["spec"], Spec) and (
+            not inputs or node.target in _NUMERIC or node.target == "size"
+        ):
+            return self.number(node, args)
+        if node.target is after_write:
+            return self.forget(args[0])
+        call = Call(self, node, None, args, kwargs, inputs=inputs)
+        if node.op == "call_module":
+            call.path = str(node.target)
+            call.module = self.modules[call.path]
+            call.pattern = registry.for_module(call.module)
+        else:
+            call.pattern = registry.for_function(
+                args[1] if node.target is getattr else node.target
+            )
+        if isinstance(node.target, type):
+            return kwargs  # a container of the model's own: its fields
+        self.resize(call)
+        return _map_channels(self.apply(call), _without_sources)
+
+    def apply(self, call: Call) -> Any:
+        if call.pattern is not None:
+            return call.pattern.rule(self, call)
+        beneath = call.node.meta.get("aten")
+        if beneath is not None:
+            ops = [n for n in beneath.nodes if n.op == "call_function"]
+            ops = [n for n in ops if n.target is not operator.getitem]
+            if len(ops) == 1 and is_pointwise(ops[0].target) and isinstance(call.spec, Spec):
+                return self.elementwise(call)
+            if ops and all(self._understood(n) for n in ops):
+                return self._walk(beneath)
+        elif is_pointwise(call.node.target):
+            return self.elementwise(call)
+        return self.unknown(call)
+
+    def _understood(self, node: fx.Node) -> bool:
+        """Whether an aten op can be followed where no code is there to take new sizes."""
+        pattern = registry.for_function(node.target)
+        return is_pointwise(node.target) or (pattern is not None and pattern.resize is None)
+
+    def unknown(self, call: Call) -> Any:
+        """A call that nothing is known about: what goes in stays whole, what comes out is rigid."""
+        for value in call.inputs:
+            self.freeze_all(value, f"it goes into {call.name}, which fxprune has no pattern for", call)
+        return self.rigid_result(call)
+
+    # -- words for patterns: values -----------------------------------------------------------
+
+    def rigid_result(self, call: Call) -> Any:
+        """The result of a call, without channels."""
+        return _map_specs(call.spec, rigid)
+
+    def channels(self, value: Any) -> Channels:
+        """A value as Channels; a parameter used bare gets an axis on each dimension."""
+        if isinstance(value, Named):
+            shape = value.spec.shape
+            return self.source(value, {f"bare{d}": (d,) for d in range(len(shape))}, None)
+        return value
+
+    def member(self, call: Call, name: str) -> Named | None:
+        """A parameter or buffer of the call's leaf module, or None where it has none."""
+        value = getattr(call.module, name, None)
+        if not isinstance(value, Tensor):
+            return None
+        full = self.trace.names.get(id(value))
+        if full is None:  # computed by a parametrization
+            full = f"{call.path}.{name}"
+            if not parametrize.is_parametrized(call.module, name):
+                return None
+        return Named(full, Spec(tuple(value.shape), value.dtype))
+
+    # -- words for patterns: relations --------------------------------------------------------
+
+    def elementwise(self, call: Call) -> Channels:
+        """Each element of the result depends on the elements it stands over."""
+        return self.meet(call, [self.channels(v) for v in call.inputs], call.replay)
+
+    def meet(
+        self,
+        call: Call,
+        operands: Sequence[Channels],
+        function: Callable[[Sequence[Tensor]], Tensor] | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> Channels:
+        """Operands that meet under broadcasting share their units.
+
+        ``function`` computes the result's constants from the operands' (default: not constant).
+        """
+        shape = broadcast_shape([x.shape for x in operands]) if shape is None else shape
+        shifted = [_shift(x, len(shape)) for x in operands]
+        axes = [
+            axis
+            for dims in _clusters(shifted)
+            if (axis := self._meet_axis(call, shifted, dims, shape, function)) is not None
+        ]
+        return Channels(shape, tuple(axes), self._meet_scalar(operands, function))
+
+    def _meet_axis(self, call, operands, dims, shape, function):
+        sizes = [shape[d] for d in dims]
+        laid = []
+        for x in operands:
+            for axis in x.touching(dims):
+                if axis.dims == dims and list(axis.units.shape) == sizes:
+                    laid.append(axis)
+                else:
+                    laid.append(Axis(dims, axis.over(dims).expand(sizes)))
+        # A parameter's own axis follows the order of what it meets.
+        laid.sort(key=lambda axis: axis.source is not None)
+        first = laid[0]
+        for other in laid[1:]:
+            self.join(first, other, call)
+        wide = [d for d in dims if shape[d] > 1]
+        for x in operands:
+            if not x.touching(dims):
+                stiff = [d for d in wide if x.shape[d] > 1]
+                if stiff == wide:
+                    self.freeze(first, f"it meets a tensor of fixed width in {call.name}", call)
+                elif stiff:
+                    self.hold(first, stiff)
+        constant, border = self.meet_constants(call, operands, dims, shape, function)
+        return Axis(dims, first.units, constant, border)
+
+    def meet_constants(self, call, operands, dims, shape, function):
+        return None, False
+
+    def _meet_scalar(self, operands, function):
+        return None
+
+    def move(
+        self,
+        call: Call,
+        x: Channels,
+        function: Callable[[Tensor], Tensor],
+        shape: tuple[int, ...] | None = None,
+        *,
+        touched: Iterable[int] = (),
+    ) -> Channels:
+        """Slices of ``x`` are moved, dropped or repeated as ``function`` does it to any tensor.
+
+        ``touched`` are the dimensions whose sizes the op minds; the others may be of size 1 for it.
+        """
+        shape = call.shape if shape is None else shape
+        axes: list[Axis] = []
+        for axis in x.axes:
+            units, constant = run_on(axis, x, function, touched)
+            dims = varying(units)
+            if not dims:
+                if units.numel():
+                    one = Axis((0,), units.reshape(-1)[:1])
+                    self.freeze(one, f"one slice of it is read by itself in {call.name}", call)
+                continue
+            units, constant = compact(units, constant, dims)
+            axes.append(Axis(dims, units, constant, axis.border))
+        return Channels(shape, self._disjoint(call, axes))
+
+    def _disjoint(self, call: Call, axes: list[Axis]) -> tuple[Axis, ...]:
+        """Axes, each checked as a rectangle; two that fell on one dimension end there."""
+        kept: list[Axis] = []
+        for axis in axes:
+            clash = [other for other in kept if set(other.dims) & set(axis.dims)]
+            if clash:
+                for other in [*clash, axis]:
+                    self.freeze(other, f"two channel dimensions are mixed in {call.name}", call)
+                kept = [other for other in kept if other not in clash]
+            else:
+                kept.append(axis)
+        for axis in kept:
+            self.rectangle(axis, call)
+        return tuple(kept)
+
+    def view(self, call: Call, x: Channels, shape: tuple[int, ...]) -> Channels:
+        """The elements of ``x`` in the same order under another shape."""
+        axes: list[Axis] = []
+        for old, new in reshape_groups(x.shape, shape):
+            inside = x.touching(old)
+            if len(old) == len(new) == 1 and inside and len(inside[0].dims) == 1:
+                axes.append(replace(inside[0], dims=(new[0],)))
+                continue
+            if not inside:
+                continue
+            spanning = [a for a in inside if not set(a.dims) <= set(old)]
+            if spanning:
+                return self._view_whole(call, x, shape)
+            part = Channels(
+                tuple(x.shape[d] for d in old),
+                tuple(replace(a, dims=tuple(old.index(d) for d in a.dims)) for a in inside),
+            )
+            target = tuple(shape[d] for d in new)
+            moved = self.move(
+                call, part, lambda t: t.reshape(target), target, touched=range(len(old))
+            )
+            axes += [replace(a, dims=tuple(new[d] for d in a.dims)) for a in moved.axes]
+        return Channels(shape, tuple(sorted(axes, key=lambda a: a.dims)), x.scalar)
+
+    def _view_whole(self, call: Call, x: Channels, shape: tuple[int, ...]) -> Channels:
+        groups = reshape_groups(x.shape, shape)
+        straight = {new[0]: old[0] for old, new in groups if len(old) == len(new) == 1}
+        touched = set(range(len(x.shape))) - set(straight.values())
+
+        def function(t: Tensor) -> Tensor:
+            return t.reshape(
+                [t.size(straight[d]) if d in straight else n for d, n in enumerate(shape)]
+            )
+
+        return self.move(call, x, function, shape, touched=touched)
+
+    def contract(
+        self,
+        call: Call,
+        x: Channels,
+        w: Channels,
+        contracted: Sequence[tuple[int, int]],
+        batch: Sequence[tuple[int, int, int]],
+        free_x: Mapping[int, int],
+        free_w: Mapping[int, int],
+        shape: tuple[int, ...],
+    ) -> Channels:
+        """A sum of products over dimension pairs of ``x`` and ``w``.
+
+        Contracted pairs share their units and end; batch pairs ``(x, w, result)`` share them and
+        stay; free dimensions pass on to the result.
+        """
+        # In a space where each pair is one dimension, x and w meet as under broadcasting.
+        pairs = [*contracted, *((a, b) for a, b, _ in batch)]
+        rank = len(pairs)
+        xs, extra_x = _place(x, {a: i for i, (a, _) in enumerate(pairs)}, rank)
+        ws, extra_w = _place(w, {b: i for i, (_, b) in enumerate(pairs)}, rank + extra_x)
+        space = rank + extra_x + extra_w
+        xs, ws = _pad(xs, space), _pad(ws, space)
+        met = self.meet(call, [xs, ws], None, broadcast_shape([xs.shape, ws.shape]))
+        ended = set(range(len(contracted)))
+        self.contracted(call, xs, ws, sorted(ended), "")
+        result: dict[int, int] = {len(contracted) + i: out for i, (_, _, out) in enumerate(batch)}
+        for i, d in enumerate(sorted(set(range(len(x.shape))) - {a for a, _ in pairs})):
+            result[rank + i] = free_x[d]
+        for i, d in enumerate(sorted(set(range(len(w.shape))) - {b for _, b in pairs})):
+            result[rank + extra_x + i] = free_w[d]
+        axes = []
+        for axis in met.axes:
+            over = ended & set(axis.dims)
+            if not over:
+                axes.append(axis)
+                continue
+            rest = tuple(d for d in axis.dims if d not in over)
+            if rest:
+                survivor = self._cut(call, axis, rest, [xs, ws])
+                if survivor is not None:
+                    axes.append(survivor)
+        passed = [self.contraction_constants(call, axis, xs, ws, ended) for axis in axes]
+        return remap(Channels(met.shape, tuple(passed)), result, shape)
+
+    def _cut(self, call: Call, axis: Axis, rest: tuple[int, ...], operands) -> Axis | None:
+        """An axis over several dimensions of which some are contracted: what is left of it.
+
+        Cut along what is left (whole heads) or along what is contracted (the same share of each
+        head), as ``attention`` says; where one operand has nothing along ``rest``, only the second
+        is possible, and meeting it has tied the slices already.
+        """
+        if any(all(x.shape[d] == 1 for d in rest) and x.touching(axis.dims) for x in operands):
+            return None
+        if self.attention == "head_dim":
+            self.hold(axis, rest)
+            return None
+        index = tuple(slice(None) if d in rest else slice(0, 1) for d in axis.dims)
+        head = axis.units[index]
+        self.join(replace(axis, source=None), Axis(axis.dims, head.expand(axis.units.shape)), call)
+        return Axis(rest, head.reshape([n for n, d in zip(head.shape, axis.dims) if d in rest]))
+
+    def consume(
+        self,
+        call: Call,
+        x: Channels,
+        w: Channels,
+        pairs: Sequence[tuple[int, int]],
+        border: str = "",
+    ) -> None:
+        """The weight ``w`` reads channels of ``x`` on dimension pairs, which share their units.
+
+        ``border`` tells that a constant input does not make a constant output: ``"padding"`` where
+        zeros stand around it, ``"pattern"`` where outputs differ by position throughout.
+        """
+        xs, _ = _place(Channels(x.shape, tuple(x.touching(a for a, _ in pairs))),
+                       {a: i for i, (a, _) in enumerate(pairs)}, len(pairs))  # fmt: skip
+        ws, _ = _place(w, {b: i for i, (_, b) in enumerate(pairs)}, len(pairs))
+        xs, ws = (replace(c, shape=c.shape[: len(pairs)]) for c in (xs, ws))
+        self.meet(call, [xs, ws], None, xs.shape)
+        self.contracted(call, xs, ws, range(len(pairs)), border)
+
+    def reduce(
+        self, call: Call, x: Channels, dims: Iterable[int], keepdim: bool, *, exact: bool = False
+    ) -> Channels:
+        """A value over ``dims``: channels there end; what is left of a cut axis is tied together."""
+        rank = len(x.shape)
+        gone = {d % rank for d in dims} if rank else set()
+        where = {d: d if keepdim else d - sum(g < d for g in gone) for d in range(rank) if d not in gone}
+        shape = tuple(
+            1 if d in gone else n for d, n in enumerate(x.shape) if keepdim or d not in gone
+        )
+        axes = []
+        for axis in x.axes:
+            over = gone & set(axis.dims)
+            rest = tuple(d for d in axis.dims if d not in gone)
+            if over and not rest:
+                self.ended(axis, call)
+            elif over:
+                index = tuple(slice(None) if d in rest else slice(0, 1) for d in axis.dims)
+                head = axis.units[index].expand(axis.units.shape)
+                self.join(replace(axis, source=None), Axis(axis.dims, head), call)
+                units, _ = compact(axis.units, None, tuple(axis.dims.index(d) for d in rest))
+                axes.append(Axis(rest, units))
+            else:
+                axes.append(axis if exact else self.reduced(axis))
+        return remap(Channels(x.shape, tuple(axes)), where, shape)
+
+    def freeze_all(self, value: Any, reason: str, call: Call | None) -> None:
+        """Everything in ``value`` stays whole."""
+        for item in leaves(value):
+            for axis in self.channels(item).axes:
+                self.freeze(axis, reason, call)
+
+    def freeze_dims(self, x: Channels, dims: Iterable[int], reason: str, call: Call) -> Channels:
+        """The channels on ``dims`` stay whole, and end here."""
+        axes = x.touching(dims)
+        for axis in axes:
+            self.freeze(axis, reason, call)
+        return x.without(axes)
+
+    # -- what the passes define ---------------------------------------------------------------
+
+    def number(self, node: fx.Node, args: tuple[Any, ...]) -> Any:
+        """What a size expression of the code comes to."""
+        return node.meta["spec"]
+
+    def result_shape(self, node: fx.Node) -> tuple[int, ...]:
+        return node.meta["spec"].shape
+
+    def result_shapes(self, node: fx.Node) -> list[tuple[int, ...]]:
+        return [spec.shape for spec in node.meta["spec"]]
+
+    def tensor_shape(self, value: Named) -> tuple[int, ...]:
+        return value.spec.shape
+
+    def resize(self, call: Call) -> None:
+        """Give the call the arguments of this pass's widths."""
+
+    def source(self, value: Named, roles: Roles, view: tuple[int, ...] | None) -> Channels:
+        raise NotImplementedError
+
+    def join(self, a: Axis, b: Axis, call: Call | None) -> None:
+        """Slices at one position of two axes belong to one unit."""
+
+    def freeze(self, axis: Axis, reason: str, call: Call | None) -> None:
+        """The slices of an axis stay."""
+
+    def hold(self, axis: Axis, dims: Iterable[int]) -> None:
+        """Along ``dims`` of a cut axis nothing goes as a whole: each slice loses equally many."""
+
+    def rectangle(self, axis: Axis, call: Call) -> None:
+        """What is kept of an axis over several dimensions has to be a rectangle."""
+
+    def balance(self, axis: Axis, bins: int, call: Call) -> None:
+        """The axis falls in ``bins`` equal runs that have to lose equally many."""
+        if axis.units.numel() % bins == 0:
+            rows = Axis((0, 1), axis.units.reshape(bins, -1))
+            self.rectangle(rows, call)
+            self.hold(rows, (0,))
+
+    def approximate(self, axis: Axis, call: Call) -> None:
+        """The call counts channels of the axis: exact only against a kept-channels reference."""
+
+    def ended(self, axis: Axis, call: Call) -> None:
+        """A reduction over the whole axis."""
+        self.approximate(axis, call)
+
+    def reduced(self, axis: Axis) -> Axis:
+        """An axis after a reduction over other dimensions."""
+        return axis
+
+    def contracted(
+        self, call: Call, x: Channels, w: Channels, dims: Sequence[int], border: str
+    ) -> None:
+        """Called with the operands of a contraction, in the space where they meet."""
+
+    def contraction_constants(self, call, axis, x, w, ended):
+        return replace(axis, constant=None)
+
+    def forget(self, value: Any) -> Any:
+        """The value, of whose constants nothing is known any more."""
+        return value
+
+    def emit(self, x: Channels, dims: Iterable[int], constant: Channels | None) -> Channels:
+        """Dead slices of ``x`` along ``dims`` hold ``constant`` from here on, or 0."""
+        return x
+
+    def needs_zero(self, call: Call, x: Channels, dims: Iterable[int]) -> None:
+        """Dead slices of ``x`` along ``dims`` have to hold 0 for the call to be as masked."""
+
+    def levelled(self, call: Call, x: Channels, y: Channels, dims: Iterable[int]) -> Channels:
+        """``y``, a reduction of ``x`` over ``dims`` that leaves a constant map's constant."""
+        return y
+
+    def unknown_along(self, call: Call, reason: str) -> Any:
+        """A call whose result depends on every slice of what goes in."""
+        for value in call.inputs:
+            self.freeze_all(value, reason, call)
+        return self.rigid_result(call)
+
+    def keep_rows(self, x: Channels, dim: int, item: Any) -> None:
+        """A part of ``x`` is read by position along ``dim``: of a cut axis no row there goes."""
+        axis = x.axis(dim)
+        if axis is not None and len(axis.dims) > 1:
+            self.hold(axis, [dim % len(x.shape)])
+
+    def positions(self, call: Call, index: Any, x: Channels, dim: int) -> Tensor | None:
+        """An index tensor's values where ``x`` has channels along ``dim``: None if it is data.
+
+        Where it has none, positions do not matter and zeros stand for them.
+        """
+        if x.axis(dim) is None:
+            spec = index.spec if isinstance(index, Named) else index
+            return torch.zeros(spec.shape, dtype=torch.int64)
+        if isinstance(index, Tensor):
+            return index
+        return self.index_values(call, index, x, dim) if isinstance(index, Named) else None
+
+    def index_values(self, call: Call, index: Named, x: Channels, dim: int) -> Tensor | None:
+        return self.trace.tensor(index.name).cpu()
+
+    def bordered(self, x: Channels) -> Channels:
+        """``x`` after zeros were put around it, outside its channel dimensions."""
+        return x
+
+    def through_window(self, x: Channels) -> Channels:
+        """``x`` after an op that leaves a constant map as it is, and a border not."""
+        return x
+
+
+# -- helpers --------------------------------------------------------------------------------------
+
+
+def leaves(value: Any):
+    """Every tensor (as Channels or Named) inside a resolved argument."""
+    if isinstance(value, (Channels, Named)):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from leaves(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, slice):
+        yield from leaves((value.start, value.stop, value.step))
+
+
+def rigid(spec: Any) -> Any:
+    return Channels(spec.shape) if isinstance(spec, Spec) else spec
+
+
+def _map_specs(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map_specs(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: _map_specs(item, function) for key, item in value.items()}
+    return function(value)
+
+
+def _map_channels(value: Any, function: Callable[[Channels], Channels]) -> Any:
+    if isinstance(value, Channels):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map_channels(item, function) for item in value)
+    return value
+
+
+def _without_sources(x: Channels) -> Channels:
+    """A result is no parameter's own axis any more."""
+    if any(axis.source is not None for axis in x.axes):
+        return replace(x, axes=tuple(replace(axis, source=None) for axis in x.axes))
+    return x
+
+
+def is_pointwise(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def broadcast_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    rank = max(map(len, shapes), default=0)
+    padded = [(1,) * (rank - len(s)) + tuple(s) for s in shapes]
+    return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
+
+
+def _shift(x: Channels, rank: int) -> Channels:
+    by = rank - len(x.shape)
+    if not by:
+        return x
+    axes = tuple(replace(a, dims=tuple(d + by for d in a.dims)) for a in x.axes)
+    return Channels((1,) * by + x.shape, axes, x.scalar)
+
+
+def _clusters(operands: Sequence[Channels]) -> list[tuple[int, ...]]:
+    """The sets of dimensions that the operands' axes connect."""
+    clusters: list[set[int]] = []
+    for x in operands:
+        for axis in x.axes:
+            joined = set(axis.dims)
+            apart = []
+            for cluster in clusters:
+                if cluster & joined:
+                    joined |= cluster
+                else:
+                    apart.append(cluster)
+            clusters = [*apart, joined]
+    return sorted(tuple(sorted(c)) for c in clusters)
+
+
+def _place(x: Channels, pairs: dict[int, int], base: int) -> tuple[Channels, int]:
+    """``x`` with its paired dimensions first and the others from ``base`` on."""
+    rest = [d for d in range(len(x.shape)) if d not in pairs]
+    where = {**pairs, **{d: base + i for i, d in enumerate(rest)}}
+    shape = [1] * (base + len(rest))
+    for d, to in where.items():
+        shape[to] = x.shape[d]
+    return remap(x, where, tuple(shape)), len(rest)
+
+
+def _pad(x: Channels, rank: int) -> Channels:
+    return replace(x, shape=x.shape + (1,) * (rank - len(x.shape)))
+
+
+def reshape_groups(
+    old: tuple[int, ...], new: tuple[int, ...]
+) -> list[tuple[list[int], list[int]]]:
+    """Runs of old and new dimensions with equal numbers of elements, as short as they can be."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        left, right = [i] if i < len(old) else [], [j] if j < len(new) else []
+        a = old[i] if left else 1
+        b = new[j] if right else 1
+        i, j = i + len(left), j + len(right)
+        while a != b or (a == b == 1 and not (left and right)):
+            if a < b or (a == b and not left):
+                if i >= len(old):
+                    break
+                a, left, i = a * old[i], [*left, i], i + 1
+            else:
+                if j >= len(new):
+                    break
+                b, right, j = b * new[j], [*right, j], j + 1
+        groups.append((left, right))
+    return groups
+
+
+__all__ = ["FROZEN", "Algebra", "Call", "Named", "SourceAxis", "nn"]

@@ -1,0 +1,148 @@
+"""Channels of a tensor as arrays of integers, and how they move.
+
+An :class:`Axis` covers one dimension of a tensor, or several where a view has cut one channel
+dimension in parts, and says for each slice which *label* it carries. Dimensions without an axis
+are rigid: nothing along them can be removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+FROZEN = 0  # the label of slices that have to stay
+
+
+@dataclass(frozen=True)
+class SourceAxis:
+    """An axis of a parameter or buffer: where labels are born.
+
+    The tensor is seen as ``view``, a shape with the same elements in which channels have a
+    dimension of their own (the groups of a grouped convolution, the gates of an LSTM).
+    ``role`` says what the slices do: ``out`` makes a channel, ``in`` reads one, ``scale`` and
+    ``shift`` act on one, ``stat`` is measured from one, ``bare`` is anything else.
+    """
+
+    name: str
+    tensor_shape: tuple[int, ...]
+    view: tuple[int, ...]
+    dims: tuple[int, ...]
+    role: str
+    first: int  # label of the first slice; the others follow in row-major order
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.view[d] for d in self.dims)
+
+    @property
+    def size(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+    def labels(self) -> Tensor:
+        return torch.arange(self.first, self.first + self.size).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Channels along ``dims`` of a tensor.
+
+    ``constant`` holds what each slice contains when its unit is removed by a mask, NaN where that
+    is not one number; ``border`` tells that zeros stand around it (it went through zero padding).
+    """
+
+    dims: tuple[int, ...]
+    units: Tensor
+    constant: Tensor | None = None
+    border: bool = False
+    source: SourceAxis | None = None
+
+    def over(self, dims: Iterable[int], array: Tensor | None = None) -> Tensor:
+        """``units`` (or ``array``) with a dimension for each of ``dims``, size 1 where it has none."""
+        array = self.units if array is None else array
+        sizes = dict(zip(self.dims, array.shape, strict=True))
+        return array.reshape([sizes.get(d, 1) for d in dims])
+
+
+@dataclass(frozen=True)
+class Channels:
+    """What is known of one tensor: its shape, its axes (no two on one dimension), and its one
+    value where it is a constant of one element."""
+
+    shape: tuple[int, ...]
+    axes: tuple[Axis, ...] = ()
+    scalar: float | None = None
+
+    def axis(self, dim: int) -> Axis | None:
+        """The axis that covers ``dim`` (which may be negative), or None where it is rigid."""
+        dim %= max(len(self.shape), 1)
+        return next((axis for axis in self.axes if dim in axis.dims), None)
+
+    def touching(self, dims: Iterable[int]) -> list[Axis]:
+        dims = set(dims)
+        return [axis for axis in self.axes if dims & set(axis.dims)]
+
+    def without(self, axes: Iterable[Axis]) -> Channels:
+        gone = {id(axis) for axis in axes}
+        return replace(self, axes=tuple(a for a in self.axes if id(a) not in gone))
+
+
+def remap(x: Channels, where: dict[int, int], shape: tuple[int, ...]) -> Channels:
+    """``x`` after its dimensions took new places; an axis with a dimension not in ``where`` ends."""
+    axes = []
+    for axis in x.axes:
+        if all(d in where for d in axis.dims):
+            moved = [where[d] for d in axis.dims]
+            order = sorted(range(len(moved)), key=moved.__getitem__)
+            straight = order == list(range(len(moved)))
+            axes.append(
+                replace(
+                    axis,
+                    dims=tuple(moved[i] for i in order),
+                    units=axis.units if straight else axis.units.permute(order),
+                    constant=axis.constant
+                    if straight or axis.constant is None
+                    else axis.constant.permute(order),
+                    source=axis.source if straight else None,
+                )
+            )
+    return Channels(shape, tuple(axes), x.scalar)
+
+
+def varying(units: Tensor) -> tuple[int, ...]:
+    """The dimensions along which an array of labels is not the same throughout."""
+    return tuple(
+        d
+        for d in range(units.dim())
+        if units.size(d) > 1 and bool((units != units.narrow(d, 0, 1)).any())
+    )
+
+
+def stand_in(axis: Axis, shape: tuple[int, ...], touched: Iterable[int], array: Tensor) -> Tensor:
+    """``array`` laid out like the tensor, with size 1 for the dimensions an op does not touch."""
+    full = set(axis.dims) | set(touched)
+    laid = axis.over(range(len(shape)), array)
+    return laid.expand([n if d in full else 1 for d, n in enumerate(shape)])
+
+
+def run_on(axis: Axis, x: Channels, function: Callable[[Tensor], Tensor], touched: Iterable[int]):
+    """The labels and constants of ``axis`` after an op that moves slices about.
+
+    Returns the moved units over all dimensions of the result, and the constants alike.
+    """
+    units = function(stand_in(axis, x.shape, touched, axis.units))
+    constant = axis.constant
+    if constant is not None:
+        constant = function(stand_in(axis, x.shape, touched, constant))
+    return units, constant
+
+
+def compact(units: Tensor, constant: Tensor | None, dims: tuple[int, ...]):
+    """``units`` and ``constant`` over ``dims`` alone."""
+
+    def over(array: Tensor) -> Tensor:
+        return array[tuple(slice(None) if d in dims else 0 for d in range(array.dim()))]
+
+    return over(units), None if constant is None else over(constant)

@@ -1,0 +1,257 @@
+"""The second walk: what removed channels still say.
+
+A masked unit has zero weights and keeps its biases, so it is a constant; here the constants flow
+through the trace beside the labels, until a layer reads them. What it reads is a :class:`Read`,
+and decides how the reading layer is changed when the channels go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .algebra import Algebra, Call, Named, Roles, leaves
+from .channels import Axis, Channels, SourceAxis
+from .discover import Relations
+from .registry import op_name
+from .trace import Trace, read_attribute
+
+
+@dataclass
+class Read:
+    """A weight reads channels of which some are dead.
+
+    ``constant`` is the input on each slice of ``axis``: NaN for live channels, and for dead ones
+    whose value is not one number.
+    """
+
+    call: Call
+    axis: SourceAxis
+    dead: Tensor
+    constant: Tensor
+    border: str
+    out_dims: tuple[int, ...]  # of the weight's view, along which it makes its outputs
+
+
+class Constants(Algebra):
+    """Args:
+    trace: the recorded run.
+    relations: of the first walk.
+    removed: for each unit class, whether a mask switches it off.
+    silent: for each unit class, whether the mask takes its biases too.
+    model: where parameter values are read.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        relations: Relations,
+        removed: np.ndarray,
+        silent: np.ndarray,
+        model: nn.Module,
+        *,
+        attention: str = "heads",
+    ) -> None:
+        super().__init__(trace, attention=attention)
+        self._sources = {(s.name, s.view, s.dims): s for s in relations.sources}
+        self._out_dims = {s.name: s.dims for s in relations.sources if s.role == "out"}
+        self._classes = torch.from_numpy(relations.classes)
+        self._removed = torch.from_numpy(removed)
+        self._silent = torch.from_numpy(silent)
+        self._model = model
+        self.reads: list[Read] = []
+        self.lost: list[tuple[np.ndarray, str]] = []  # units whose constant no layer can take
+
+    def _is(self, flags: Tensor, units: Tensor) -> Tensor:
+        return flags[self._classes[units]]
+
+    # -- values ---------------------------------------------------------------------------------
+
+    def source(self, value: Named, roles: Roles, view: tuple[int, ...] | None) -> Channels:
+        view = value.spec.shape if view is None else view
+        axes = []
+        for dims in roles.values():
+            axis = self._sources.get((value.name, view, dims))
+            if axis is not None:
+                units = axis.labels()
+                axes.append(Axis(dims, units, self._born(axis, units), source=axis))
+        return Channels(view, tuple(axes), self._one(value))
+
+    def _one(self, value: Named) -> float | None:
+        if torch.Size(value.spec.shape).numel() != 1 or not value.spec.dtype.is_floating_point:
+            return None
+        return float(self._read(value.name))
+
+    def _read(self, name: str) -> Tensor:
+        if name in self.trace.constants:
+            return self.trace.constants[name]
+        return read_attribute(self._model, name).detach()
+
+    def _born(self, axis: SourceAxis, units: Tensor) -> Tensor:
+        """Constants of a parameter's own slices under the mask."""
+        dead, silent = self._is(self._removed, units), self._is(self._silent, units)
+        if axis.role == "in":
+            return torch.full(units.shape, torch.nan, dtype=torch.float64)
+        whole = torch.Size(axis.view).numel() == axis.size
+        if not whole or axis.role == "out":
+            return torch.where(dead, 0.0, torch.nan).double()
+        values = self._read(axis.name).double().cpu().reshape(axis.view)
+        values = values.movedim(axis.dims, tuple(range(len(axis.dims)))).reshape(units.shape)
+        if axis.role == "stat":
+            return values
+        return torch.where(dead if axis.role == "scale" else silent, 0.0, values)
+
+    # -- meanings -------------------------------------------------------------------------------
+
+    def rectangle(self, axis: Axis, call: Call) -> None:
+        return
+
+    def meet_constants(self, call, operands, dims, shape, function):
+        if function is None:
+            return None, False
+        touched = [x.touching(dims) for x in operands]
+        known = torch.ones([shape[d] for d in dims], dtype=torch.bool)
+        tensors, at_border = [], []
+        border = False
+        for x, axes in zip(operands, touched, strict=True):
+            if not axes:
+                if x.scalar is None:
+                    known = known & False
+                value = torch.full((1,) * len(shape), x.scalar or 0.0, dtype=torch.float64)
+                tensors.append(value)
+                at_border.append(value)
+                continue
+            value = torch.zeros((), dtype=torch.float64)
+            for axis in axes:  # several only where another operand joins them
+                array = axis.over(range(len(shape)), _or_nan(axis))
+                value = value + array if len(axes) == 1 else array * torch.nan
+                border = border or axis.border
+                known = known & ~axis.over(dims, torch.isnan(_or_nan(axis)))
+            tensors.append(torch.nan_to_num(value))
+            at_border.append(torch.zeros_like(value) if axes[0].border else tensors[-1])
+        zero = self._zero_products(call, operands, touched, dims, known.shape)
+        if not known.any() and not zero.any():
+            return None, False
+        result = _over(function(tensors).double(), dims, known.shape)
+        if border:  # zeros around the constant stay zeros, or the slice is not one number
+            around = _over(function(at_border).double(), dims, known.shape)
+            known = known & ((around == 0) | (around == result))
+        result = torch.where(known, result, torch.nan)
+        return torch.where(zero, 0.0, result), border
+
+    def _zero_products(self, call, operands, touched, dims, shape) -> Tensor:
+        """Where a factor is zero the product is, whatever the other factor is."""
+        zero = torch.zeros(shape, dtype=torch.bool)
+        if op_name(call.node.target) in ("mul", "imul", "rmul"):
+            for axes in touched:
+                if len(axes) == 1:
+                    zero = zero | (axes[0].over(dims, _or_nan(axes[0])) == 0)
+        return zero
+
+    def _meet_scalar(self, operands, function):
+        if function is None or any(x.scalar is None for x in operands):
+            return None
+        tensors = [torch.full((1,) * len(x.shape), x.scalar, dtype=torch.float64) for x in operands]
+        result = function(tensors)
+        return float(result) if result.numel() == 1 else None
+
+    def contracted(
+        self, call: Call, x: Channels, w: Channels, dims: Sequence[int], border: str
+    ) -> None:
+        for dim in dims:
+            left, right = x.axis(dim), w.axis(dim)
+            if left is None or right is None:
+                continue
+            dead = self._is(self._removed, right.units)
+            if not dead.any():
+                continue
+            weight = right if right.source and right.source.role == "in" else None
+            other = left
+            if weight is None and left.source and left.source.role == "in":
+                weight, other = left, right
+            if weight is not None and set(other.dims) <= set(weight.dims):
+                constant = other.over(weight.dims, _or_nan(other)).expand(weight.units.shape)
+                border = border or ("padding" if other.border else "")
+                out = self._out_dims.get(weight.source.name, ())
+                read = Read(call, weight.source, dead, constant.clone(), border, out)
+                self.reads.append(read)
+            else:
+                self._product_of_activations(call, left, right)
+
+    def _product_of_activations(self, call: Call, left: Axis, right: Axis) -> None:
+        """Dead channels of two activations add the product of their constants: it has to be 0."""
+        dims = tuple(sorted({*left.dims, *right.dims}))
+        a, b = (axis.over(dims, _or_nan(axis)) for axis in (left, right))
+        units = left.over(dims)
+        dead = self._is(self._removed, units) & ~((a == 0) | (b == 0))
+        if dead.any():
+            classes = torch.unique(self._classes[units.expand(dead.shape)[dead]])
+            self.lost.append((classes.numpy(), call.name))
+
+    def contraction_constants(self, call, axis, x, w, ended):
+        """A slice of a product is zero where the slice of a factor is."""
+        sizes = axis.units.shape
+        zero = torch.zeros(sizes, dtype=torch.bool)
+        for operand in (x, w):
+            for other in operand.touching(axis.dims):
+                if set(other.dims) <= set(axis.dims):
+                    array = other.over(axis.dims, _or_nan(other))
+                    zero = zero | (array == 0)
+                else:
+                    array = _or_nan(other) == 0
+                    over = tuple(i for i, d in enumerate(other.dims) if d not in axis.dims)
+                    rest = tuple(d for d in other.dims if d in axis.dims)
+                    folded = array.all(dim=over) if len(over) == 1 else array.amin(dim=over).bool()
+                    zero = zero | Axis(rest, folded).over(axis.dims)
+        constant = torch.where(zero, 0.0, torch.nan).double()
+        return replace(axis, constant=constant, source=None)
+
+    def reduced(self, axis: Axis) -> Axis:
+        """A reduction over other dimensions: what it makes of a constant is the pattern's to say."""
+        zero = _or_nan(axis) == 0
+        return replace(axis, constant=torch.where(zero, 0.0, torch.nan).double(), border=False)
+
+    def forget(self, value: Any) -> Any:
+        return replace(value, axes=tuple(replace(a, constant=None, border=False) for a in value.axes))
+
+    def emit(self, x: Channels, dims: Iterable[int], constant: Channels | None) -> Channels:
+        axes = []
+        dims = set(dims)
+        for axis in x.axes:
+            if set(axis.dims) <= dims:
+                dead = self._is(self._removed, axis.units)
+                value = torch.zeros(axis.units.shape, dtype=torch.float64)
+                for other in constant.touching(axis.dims) if constant is not None else ():
+                    value = other.over(axis.dims, _or_nan(other)).expand(axis.units.shape)
+                axis = replace(axis, constant=torch.where(dead, value, torch.nan), border=False)
+            else:
+                axis = replace(axis, constant=None)
+            axes.append(axis)
+        return replace(x, axes=tuple(axes))
+
+    def bordered(self, x: Channels) -> Channels:
+        return replace(x, axes=tuple(replace(a, border=True) for a in x.axes))
+
+    def through_window(self, x: Channels) -> Channels:
+        axes = (replace(self.reduced(a)) if a.border else a for a in x.axes)
+        return replace(x, axes=tuple(axes))
+
+
+def _or_nan(axis: Axis) -> Tensor:
+    if axis.constant is not None:
+        return axis.constant
+    return torch.full(axis.units.shape, torch.nan, dtype=torch.float64)
+
+
+def _over(array: Tensor, dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """A result over all dimensions, brought down to ``dims``."""
+    index = tuple(slice(None) if d in dims else 0 for d in range(array.dim()))
+    return array[index].expand(sizes)
+
+
+__all__ = ["Constants", "Read", "leaves"]

@@ -1,0 +1,34 @@
+"""The one family of errors that fxprune raises on purpose.
+
+Every message says what happened, where, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class PruningError(Exception):
+    """Base of everything fxprune raises on purpose."""
+
+
+class ModelError(PruningError):
+    """The model is not one that can be pruned (scripted, quantized, lazy, on several devices …)."""
+
+
+class InputError(PruningError):
+    """The example input does not run through the model; the model's own error is chained."""
+
+
+class SettingError(PruningError, ValueError):
+    """A setting has a value that means nothing: sparsity outside [0, 1), an unknown importance …"""
+
+
+class PlanError(PruningError):
+    """The plan does not fit the model it is applied to."""
+
+
+class ProofError(PruningError):
+    """The pruned model does not compute what the masked model computes."""
+
+
+class PruningWarning(UserWarning):
+    """Something the caller should know; pruning goes on."""

@@ -1,0 +1,200 @@
+"""Where the constants of removed channels go: into biases, batch-norm means or a carrier's column."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from . import registry
+from .channels import SourceAxis
+from .constants import Constants, Read
+from .replay import view_dims
+
+
+@dataclass
+class Shift:
+    """A constant to add to one tensor of a module (old widths)."""
+
+    path: str  # of the module that owns the tensor
+    attribute: str
+    delta: Tensor
+    masked_too: bool  # the masked model has it as well: its columns are zeroed instead
+    name: str = ""  # the tensor's name in the model, "" where it has to be made
+
+
+@dataclass
+class Carry:
+    """Columns of a weight that are folded, scaled, into the column of a carrier channel."""
+
+    axis: SourceAxis
+    carriers: Tensor  # flat positions in the axis, one a row of it
+    factors: Tensor  # over the axis: what of each column goes to its row's carrier
+
+
+@dataclass
+class Folds:
+    shifts: list[Shift] = field(default_factory=list)
+    carries: list[Carry] = field(default_factory=list)
+    # Columns whose constant cannot be kept: the masked model reads 0 there. By label of the axis.
+    dropped: dict[int, tuple[SourceAxis, Tensor]] = field(default_factory=dict)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+    def drop(self, axis: SourceAxis, columns: Tensor) -> None:
+        if bool(columns.any()):
+            _, known = self.dropped.get(axis.first, (axis, torch.zeros_like(columns)))
+            self.dropped[axis.first] = (axis, known | columns)
+
+
+def folds(
+    constants: Constants,
+    carriers: np.ndarray,
+    classes: np.ndarray,
+    model: nn.Module,
+    *,
+    bias: str,
+    exact: bool,
+) -> Folds:
+    """What each reading layer does with the constants it reads.
+
+    Args:
+        constants: the second walk, run.
+        carriers: for each unit class, whether it stays as a masked channel.
+    """
+    result = Folds()
+    by_weight: dict[str, list[Read]] = {}
+    for read in constants.reads:
+        by_weight.setdefault(read.axis.name, []).append(read)
+    for reads in by_weight.values():
+        for read in reads:
+            alive = torch.from_numpy(carriers[classes[read.axis.labels().numpy()]])
+            gone = read.dead & ~alive
+            known = gone & ~torch.isnan(read.constant)
+            nonzero = known & (read.constant != 0)
+            if bias == "drop":
+                result.drop(read.axis, gone)
+                continue
+            if len(reads) > 1 and not bool((gone & (read.constant == 0)).eq(gone).all()):
+                result.drop(read.axis, gone)
+                result.notes.append((read.call.name, "its weight is used twice: constants dropped"))
+                continue
+            if bool((gone & ~known).any()):
+                result.drop(read.axis, gone & ~known)
+                result.notes.append(
+                    (read.call.name, "a removed channel is not constant here: its part is dropped")
+                )
+            if bool(nonzero.any()):
+                _fold(result, constants, read, nonzero, alive, model, exact)
+    return result
+
+
+def _fold(result, constants, read, nonzero, alive, model, exact) -> None:
+    constant = torch.where(nonzero, read.constant, 0.0)
+    if read.border and exact:
+        carry = _carry(read, constant, alive)
+        if carry is not None:
+            result.carries.append(carry)
+            return
+    if read.border == "pattern" or (read.border and exact):
+        result.drop(read.axis, nonzero)
+        result.notes.append((read.call.name, "a constant differs by position here: dropped"))
+        return
+    sink = _sink(constants, read, model)
+    if sink is None:
+        result.drop(read.axis, nonzero)
+        result.notes.append((read.call.name, "no bias can take the constant: dropped"))
+        return
+    path, attribute, name, sign = sink
+    delta = sign * _delta(constants._read(read.axis.name), read, constant)
+    border = bool(read.border)
+    if border:
+        result.drop(read.axis, nonzero)
+        result.notes.append((read.call.name, "constant folded as if its padding continued it"))
+    result.shifts.append(Shift(path, attribute, delta, border, name))
+
+
+def _carry(read: Read, constant: Tensor, alive: Tensor) -> Carry | None:
+    """Fold into the column of the carrier with the largest constant, in each row of the axis."""
+    values = torch.where(alive & read.dead, torch.nan_to_num(read.constant), 0.0)
+    rows = values.reshape(-1, values.shape[-1])
+    best = rows.abs().argmax(1)
+    scale = rows.gather(1, best[:, None])
+    wanted = constant.reshape(rows.shape)
+    if bool(((scale == 0) & (wanted != 0).any(1, keepdim=True)).any()):
+        return None
+    factors = torch.where(wanted != 0, wanted / torch.where(scale == 0, 1.0, scale), 0.0)
+    return Carry(read.axis, best, factors.reshape(constant.shape))
+
+
+def _delta(weight: Tensor, read: Read, constant: Tensor) -> Tensor:
+    """What the constants add to each output: Σ over read columns and kernel of W · constant."""
+    axis = read.axis
+    makes = _making_dims(read)
+    w = weight.reshape(axis.view)
+    w = w.float() if w.dtype.itemsize < 4 else w
+    kernel = [d for d in range(w.dim()) if d not in makes and d not in axis.dims]
+    if kernel:
+        w = w.sum(kernel)
+    letters = {d: chr(97 + d) for d in range(len(axis.view))}
+    left = "".join(letters[d] for d in range(len(axis.view)) if d not in kernel)
+    right = "".join(letters[d] for d in axis.dims)
+    out = "".join(letters[d] for d in sorted(makes))
+    c = constant.to(w)
+    return torch.einsum(f"{left},{right}->{out}", w, c).reshape(-1)
+
+
+def _making_dims(read: Read) -> set[int]:
+    """The dimensions of the weight's view along which its outputs lie."""
+    out = read.out_dims
+    merged = view_dims(read.axis.tensor_shape, read.axis.view)
+    same = {d for dims in merged if set(dims) & set(out) for d in dims}
+    return set(out) | (same - set(read.axis.dims))
+
+
+def _sink(constants: Constants, read: Read, model: nn.Module):
+    """(module path, attribute, tensor name, sign) of what can take a constant, or None."""
+    call = read.call
+    pattern = call.pattern
+    if pattern is None or not pattern.bias:
+        return None
+    if call.module is None:
+        argument = _raw_argument(call.node, *pattern.bias)
+        if isinstance(argument, fx.Node) and argument.op == "get_attr" and len(argument.users) == 1:
+            path, _, attribute = str(argument.target).rpartition(".")
+            return path, attribute, str(argument.target), 1.0
+        return None if argument is not None else _absorbing_norm(constants, call)
+    owner = constants.modules[call.path]
+    weight = next(
+        key for key in [*owner._parameters, *getattr(owner, "parametrizations", ())]
+        if (m := constants.member(call, key)) is not None and m.name == read.axis.name
+    )  # fmt: skip
+    attribute = weight.replace("weight", "bias")
+    if isinstance(getattr(owner, attribute, None), Tensor):
+        name = constants.member(call, attribute)
+        return call.path, attribute, name.name, 1.0
+    if not hasattr(owner, attribute):
+        return None
+    return _absorbing_norm(constants, call) or (call.path, attribute, "", 1.0)
+
+
+def _raw_argument(node: fx.Node, position: int, name: str) -> Any:
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name)
+
+
+def _absorbing_norm(constants: Constants, call):
+    """A batch norm that is all that reads the call: its running mean can take the constant."""
+    users = list(call.node.users)
+    if len(users) != 1 or users[0].op != "call_module":
+        return None
+    path = str(users[0].target)
+    pattern = registry.for_module(constants.modules[path])
+    calls = [n for n in users[0].graph.nodes if n.op == "call_module" and n.target == path]
+    if pattern is None or pattern.absorb is None or len(calls) != 1:
+        return None
+    buffer = getattr(constants.modules[path], pattern.absorb, None)
+    if buffer is None:
+        return None
+    return path, pattern.absorb, constants.trace.names[id(buffer)], -1.0

@@ -1,0 +1,108 @@
+"""Channel groups: the connected components of the dependency graph, with their units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import networkx as nx
+import numpy as np
+
+from .channels import SourceAxis, varying
+from .discover import Bin, Note, Relations
+
+# Roles of slices that bring a channel into being; a group without one has nothing to remove.
+_MAKERS = ("out",)
+
+
+@dataclass
+class Group:
+    """A component of the dependency graph, before anything is chosen."""
+
+    axes: list[SourceAxis]
+    units: np.ndarray  # classes that may go
+    bins: list[np.ndarray]
+    covers: list[np.ndarray]
+    frozen: str | None = None
+    line: str = ""
+    approximate: list[str] = field(default_factory=list)
+
+    @property
+    def producers(self) -> list[SourceAxis]:
+        return [axis for axis in self.axes if axis.role in _MAKERS]
+
+    @property
+    def leader(self) -> SourceAxis:
+        """The axis that a group is named by: its first producer."""
+        return (self.producers or self.axes)[0]
+
+
+def groups(relations: Relations) -> list[Group]:
+    """Every group, in the order in which the model makes their channels."""
+    result = []
+    home = {}
+    for component in nx.connected_components(relations.graph):
+        axes = [relations.sources[i] for i in sorted(component)]
+        classes = np.unique(np.concatenate([relations.of(axis).reshape(-1) for axis in axes]))
+        group = Group(axes, classes[classes != 0], [], [])
+        for unit in group.units:
+            home[int(unit)] = group
+        result.append(group)
+    _add_bins(relations.bins, home)
+    _add_covers(relations, home)
+    for group in result:
+        _explain(group, relations)
+    return sorted(result, key=lambda g: g.leader.first)
+
+
+def _add_bins(bins: list[Bin], home: dict[int, Group]) -> None:
+    for bin_ in bins:
+        members = [int(u) for u in np.unique(bin_.rows) if u]
+        if members and len(bin_.rows) > 1:
+            home[members[0]].bins.append(bin_.rows)
+
+
+def _add_covers(relations: Relations, home: dict[int, Group]) -> None:
+    """No tensor of the run may lose all its channels."""
+    seen: set[bytes] = set()
+
+    def add(classes: np.ndarray) -> None:
+        unique = np.unique(classes)
+        if len(unique) and unique[0] != 0 and (key := unique.tobytes()) not in seen:
+            seen.add(key)
+            home[int(unique[0])].covers.append(unique)
+
+    known: set[int] = set()
+    for axis in relations.sources:
+        add(relations.of(axis))
+    for value in relations.values.values():
+        for x in value if isinstance(value, (tuple, list)) else [value]:
+            for axis in getattr(x, "axes", ()):
+                if id(axis.units) not in known:
+                    known.add(id(axis.units))
+                    add(relations.classes[axis.units.numpy()])
+
+
+def _explain(group: Group, relations: Relations) -> None:
+    """Why a group stays whole, if it does, and which calls count its channels."""
+    labels = np.concatenate([np.arange(a.first, a.first + a.size) for a in group.axes])
+    if not group.producers:
+        group.frozen = "no layer makes these channels: they are read from the input or a constant"
+    elif not len(group.units):
+        note = _note_for(labels, relations)
+        group.frozen = note.reason if note else "its channels cannot change"
+        group.line = note.line if note else ""
+    elif len(group.units) == 1:
+        group.frozen = "it has a single unit, and one has to stay"
+    own = set(group.units.tolist())
+    for note in relations.approximate:
+        if own & set(relations.classes[note.units.numpy()].tolist()):
+            group.approximate.append(note.where)
+    group.approximate = sorted(set(group.approximate))
+
+
+def _note_for(labels: np.ndarray, relations: Relations) -> Note | None:
+    direct = [n for n in relations.frozen if np.isin(n.units.numpy(), labels).any()]
+    return direct[0] if direct else None
+
+
+__all__ = ["Group", "groups", "varying"]

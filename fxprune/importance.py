@@ -1,0 +1,126 @@
+"""How much a unit matters: a score for each, over all slices that go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .channels import SourceAxis
+from .errors import SettingError
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The slices of one parameter that belong to a group.
+
+    Attributes:
+        name: of the parameter in the model.
+        role: what the slices do: ``out`` makes a channel, ``in`` reads it; see the glossary.
+        weights: Tensor (n, m), one row a slice.
+        units: array (n,), the index of the unit that each row belongs to, -1 where it stays.
+        count: number of units.
+    """
+
+    name: str
+    role: str
+    weights: Tensor
+    units: np.ndarray
+    count: int
+
+    def total(self, rows: Tensor) -> np.ndarray:
+        """Sum over the rows of each unit: array (count,)."""
+        inside = self.units >= 0
+        values = rows.detach().double().cpu().numpy()[inside]
+        return np.bincount(self.units[inside], weights=values, minlength=self.count)
+
+
+Importance = Callable[[list[Slices]], Any]
+
+
+def slices(tensor: Tensor, axis: SourceAxis, units: np.ndarray, count: int) -> Slices:
+    """The rows of ``tensor`` along ``axis``."""
+    seen = tensor.detach().reshape(axis.view)
+    seen = seen.movedim(axis.dims, tuple(range(len(axis.dims))))
+    return Slices(axis.name, axis.role, seen.reshape(axis.size, -1), units, count)
+
+
+def l1(group: list[Slices]) -> np.ndarray:
+    """Mean absolute weight of a unit over all its coupled slices (Li et al., arXiv 1608.08710)."""
+    return _mean(group, lambda w: w.abs().sum(1))
+
+
+def l2(group: list[Slices]) -> np.ndarray:
+    """Root mean square weight of a unit over all its coupled slices (Fang et al., arXiv 2301.12900)."""
+    return np.sqrt(_mean(group, lambda w: torch.linalg.vector_norm(w, dim=1) ** 2))
+
+
+def random(group: list[Slices]) -> np.ndarray:
+    """Random scores, from numpy's generator seeded by the group's names: the same every time."""
+    seed = [ord(c) for s in group for c in s.name]
+    return np.random.default_rng(seed).random(group[0].count)
+
+
+def fpgm(group: list[Slices]) -> np.ndarray:
+    """Sum of distances to the other units: filters near the geometric median go first.
+
+    He et al., "Filter Pruning via Geometric Median", arXiv 1811.00250; over all slices that make
+    the unit.
+    """
+    made = [s for s in group if s.role == "out"] or group
+    squared = np.zeros((made[0].count, made[0].count))
+    for s in made:
+        inside = s.units >= 0
+        order = np.argsort(s.units[inside], kind="stable")
+        rows = s.weights[torch.from_numpy(np.flatnonzero(inside)[order])].double()
+        units, starts = np.unique(s.units[inside][order], return_index=True)
+        if len(rows) % len(units):
+            continue  # slices that do not pair off between units say nothing of their distance
+        if np.any(np.diff(starts) != len(rows) // len(units)):
+            continue
+        flat = rows.reshape(len(units), -1)
+        squared[np.ix_(units, units)] += torch.cdist(flat, flat).square().cpu().numpy()
+    return np.sqrt(squared).sum(1)
+
+
+def _mean(group: list[Slices], row_score: Callable[[Tensor], Tensor]) -> np.ndarray:
+    total, size = np.zeros(group[0].count), np.zeros(group[0].count)
+    for s in group:
+        if s.role in ("shift", "stat"):
+            continue  # a bias is not lost with its unit: it is folded
+        total += s.total(row_score(s.weights.float() if s.weights.dtype.itemsize < 4 else s.weights))
+        size += s.total(torch.full((len(s.weights),), s.weights.shape[1]))
+    return total / np.maximum(size, 1)
+
+
+NAMED: dict[str, Importance] = {"l1": l1, "l2": l2, "random": random, "fpgm": fpgm}
+
+
+def resolve(importance: str | Importance) -> Importance:
+    """A criterion by name, or a callable as it is."""
+    if callable(importance):
+        return importance
+    if importance not in NAMED:
+        raise SettingError(
+            f"importance={importance!r} is unknown; use one of {sorted(NAMED)} or a callable that "
+            "takes a list of fxprune.importance.Slices and returns one score a unit"
+        )
+    return NAMED[importance]
+
+
+def check(scores: Any, count: int, name: str) -> np.ndarray:
+    """Scores as a float array of the right length."""
+    if isinstance(scores, Tensor):
+        scores = scores.detach().cpu().numpy()
+    array = np.asarray(scores, dtype=np.float64)
+    if array.shape != (count,):
+        raise SettingError(
+            f"importance returned shape {array.shape} for group {name!r}; it has {count} units"
+        )
+    if np.isnan(array).any():
+        raise SettingError(f"importance returned NaN for group {name!r}: do its weights hold NaN?")
+    return array

@@ -1,0 +1,94 @@
+"""From kept slices of the axes that patterns see to kept indices of each tensor's dimensions."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .channels import SourceAxis
+from .discover import Relations
+from .replay import Replay, view_dims
+
+
+def members(axes: list[SourceAxis]) -> list[tuple[str, int]]:
+    """``(tensor name, dimension)`` of each axis; the last of its dimensions where it has several."""
+    return list(dict.fromkeys((axis.name, tensor_dim(axis)) for axis in axes))
+
+
+def tensor_dim(axis: SourceAxis) -> int:
+    """The dimension of the tensor that an axis lies on: that of its last view dimension."""
+    merged = view_dims(axis.tensor_shape, axis.view)
+    return next(i for i, dims in enumerate(merged) if axis.dims[-1] in dims)
+
+
+def by_dimension(replay: Replay, relations: Relations) -> dict[str, dict[int, Tensor]]:
+    """``{tensor name: {dim: kept old indices}}`` for all that changes; see ``PruningPlan.kept``."""
+    result: dict[str, dict[int, Tensor]] = {}
+    for axis in relations.sources:
+        order = replay.order[axis.first]
+        if order.numel() == axis.size and torch.equal(order.reshape(-1), torch.arange(axis.size)):
+            continue
+        result.setdefault(axis.name, {})[tensor_dim(axis)] = _indices(axis, order)
+    return result
+
+
+def _indices(axis: SourceAxis, order: Tensor) -> Tensor:
+    """Kept positions of an axis as indices of the tensor dimension it lies on."""
+    merged = view_dims(axis.tensor_shape, axis.view)
+    dim = tensor_dim(axis)
+    dims = merged[dim]
+    outside = [d for d in axis.dims if d not in dims]
+    if outside:  # positions count within each row of another dimension
+        width = math.prod(axis.view[d] for d in axis.dims if d in dims)
+        within = order % width
+        rows = within.reshape(-1, within.shape[-1])
+        return rows[0] if bool((rows == rows[0]).all()) else rows
+    # Spread over the view dimensions of this tensor dimension that have no axis (gates).
+    sizes = [axis.view[d] for d in dims]
+    grid = torch.arange(math.prod(sizes)).reshape(sizes)
+    inside = [dims.index(d) for d in axis.dims]
+    grid = grid.movedim(inside, list(range(len(sizes) - len(inside), len(sizes))))
+    lead = grid.shape[: len(sizes) - len(inside)]
+    picked = grid.reshape(*lead, -1)[..., order.reshape(-1)]
+    if len(inside) == len(sizes) or inside[-1] == len(sizes) - 1:
+        return picked.reshape(-1)
+    return picked.movedim(-1, inside[0]).reshape(-1)
+
+
+def shrink(tensor: Tensor, axes: list[SourceAxis], replay: Replay) -> Tensor:
+    """The slices of a tensor that stay, in their order."""
+    view = axes[0].view
+    small = tensor.reshape(view)
+    for axis in axes:
+        order = replay.order[axis.first]
+        if order.numel() == axis.size and torch.equal(order.reshape(-1), torch.arange(axis.size)):
+            continue
+        small = _take(small, axis, order)
+    merged = view_dims(tensor.shape, view)
+    shape = [math.prod(small.shape[d] for d in dims) for dims in merged]
+    return small.reshape(shape)
+
+
+def _take(x: Tensor, axis: SourceAxis, order: Tensor) -> Tensor:
+    """Gather kept positions (row-major over the axis's own dimensions, as they were) of ``x``."""
+    order = order.to(x.device)
+    if len(axis.dims) == 1:
+        return x.index_select(axis.dims[0], order)
+    *lead, last = axis.dims
+    width = axis.view[last]
+    index = order % width
+    for i, d in enumerate(lead):
+        rows = order.movedim(i, 0).reshape(order.shape[i], -1)[:, 0]
+        for later in axis.dims[i + 1 :]:
+            rows = rows // axis.view[later]
+        rows = rows % axis.view[d]
+        if x.shape[d] != len(rows):
+            x = x.index_select(d, rows)
+    shape = [1] * x.dim()
+    for size, d in zip(index.shape, axis.dims, strict=True):
+        shape[d] = size
+    full = list(x.shape)
+    full[last] = index.shape[-1]
+    return torch.take_along_dim(x, index.reshape(shape).expand(full), last)

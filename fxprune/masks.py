@@ -1,0 +1,154 @@
+"""Switching units off without changing shapes: parametrizations on parameters and buffers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from .channels import SourceAxis
+from .errors import PlanError
+from .fold import Folds, Shift
+from .trace import read_attribute
+
+
+class Mask(nn.Module):
+    """Parametrization: zero where ``keep`` is False. Masked entries get no gradient."""
+
+    keep: Tensor
+
+    def __init__(self, keep: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("keep", keep)
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        return torch.where(self.keep, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
+
+    def right_inverse(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def mask(plan: Any, model: nn.Module) -> nn.Module:
+    """See :meth:`fxprune.plan.PruningPlan.mask`."""
+    check_fits(plan, model)
+    folds = plan.folds(model)
+    keeps = keep_masks(plan, folds)
+    masked = copy.deepcopy(model)
+    bake(masked)
+    owners = _owners(masked)
+    for name, keep in keeps.items():
+        path, _, attribute = name.rpartition(".")
+        tensor = read_attribute(masked, name)
+        keep = keep.to(tensor.device)
+        for module, key in owners.get(id(tensor), [(masked.get_submodule(path), attribute)]):
+            parametrize.register_parametrization(module, key, Mask(keep))
+            _use_masked_weights(module)
+    with torch.no_grad():
+        for shift in folds.shifts:
+            if shift.masked_too:
+                add_shift(masked, shift)
+    return masked
+
+
+def keep_masks(plan: Any, folds: Folds) -> dict[str, Tensor]:
+    """For each tensor a mask touches, True where the masked model keeps its value."""
+    keeps: dict[str, Tensor] = {}
+
+    def block(axis: SourceAxis, off: Tensor) -> None:
+        if not bool(off.any()):
+            return
+        keep = keeps.setdefault(axis.name, torch.ones(axis.tensor_shape, dtype=torch.bool))
+        shape = [n if d in axis.dims else 1 for d, n in enumerate(axis.view)]
+        keeps[axis.name] = (keep.reshape(axis.view) & ~off.reshape(shape)).reshape(axis.tensor_shape)
+
+    for axis in plan._relations.sources:
+        dead, silent = plan.flags("removed", axis), plan.flags("silent", axis)
+        whole = torch.Size(axis.view).numel() == axis.size
+        if axis.role in ("out", "scale") or (axis.role.startswith("bare") and not whole):
+            block(axis, dead)
+        elif axis.role == "shift" or axis.role.startswith("bare"):
+            block(axis, silent)
+    for axis, columns in folds.dropped.values():
+        block(axis, columns)
+    return keeps
+
+
+def add_shift(model: nn.Module, shift: Shift) -> None:
+    """Add a constant to a module's tensor, making the bias where there is none."""
+    module = model.get_submodule(shift.path)
+    current = getattr(module, shift.attribute, None)
+    if current is None:
+        like = next(module.parameters())
+        made = nn.Parameter(shift.delta.to(like), requires_grad=like.requires_grad)
+        module.register_parameter(shift.attribute, made)
+    else:
+        target = current
+        if parametrize.is_parametrized(module, shift.attribute):
+            target = module.parametrizations[shift.attribute].original
+        target.data = target.data + shift.delta.to(target).reshape(target.shape)
+
+
+def bake(model: nn.Module) -> None:
+    """Take fxprune's own masks off, leaving what they make of their tensors."""
+    for module in list(model.modules()):
+        if not parametrize.is_parametrized(module):
+            continue
+        for name, chain in list(module.parametrizations.items()):
+            if not any(isinstance(p, Mask) for p in chain):
+                continue
+            if all(isinstance(p, Mask) for p in chain):
+                parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+            else:
+                masked = getattr(module, name).detach()
+                for i in reversed(range(len(chain))):
+                    if isinstance(chain[i], Mask):
+                        del chain[i]
+                setattr(module, name, masked)
+
+
+def is_masked(model: nn.Module) -> bool:
+    return any(isinstance(m, Mask) for m in model.modules())
+
+
+def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """For each tensor of the model, all modules that hold it: a tied one is masked in each."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                owners.setdefault(id(tensor), []).append((module, key))
+    return owners
+
+
+def _use_masked_weights(module: nn.Module) -> None:
+    """nn.RNNBase reads a list of its weights that parametrizations do not reach."""
+    if isinstance(module, nn.RNNBase) and not isinstance(vars(type(module)).get("_flat_weights"), property):
+
+        def get(self: Any) -> list[Any]:
+            return [getattr(self, name) for name in self._flat_weights_names]
+
+        type(module)._flat_weights = property(get, lambda self, value: None)  # type: ignore[assignment]
+
+
+def check_fits(plan: Any, model: nn.Module) -> None:
+    """Raise unless ``model`` has the tensors the plan speaks of, in the same shapes."""
+    for axis in plan._relations.sources:
+        if axis.name in plan._trace.constants:
+            continue
+        try:
+            tensor = read_attribute(model, axis.name)
+        except AttributeError:
+            tensor = None
+        if not isinstance(tensor, Tensor):
+            raise PlanError(
+                f"the plan was made for a model with {axis.name}, which this "
+                f"{type(model).__name__} lacks; make a new plan for it"
+            )
+        if tuple(tensor.shape) != axis.tensor_shape:
+            raise PlanError(
+                f"{axis.name} has shape {tuple(tensor.shape)}, the plan was made for "
+                f"{axis.tensor_shape}; was the model pruned already? Make a new plan for it"
+            )

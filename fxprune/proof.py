@@ -1,0 +1,85 @@
+"""The proof: the pruned model computes what the masked model computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import tree
+from .errors import ProofError
+from .trace import bind_inputs, evaluating
+
+# Relative to the largest value of an output; rounding differs with the order of sums.
+TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-3,
+    torch.float16: 5e-2,
+    torch.bfloat16: 2e-1,
+}
+
+
+def outputs(model: nn.Module, example_input: Any) -> list[Tensor]:
+    """Every tensor that the model returns, in eval mode without gradients."""
+    args, kwargs = bind_inputs(model, example_input)
+    with evaluating(model), torch.no_grad():
+        result = model(*args, **kwargs)
+        return [t.detach().clone() for t in tree.tensors(result)]
+
+
+def largest_error(expected: list[Tensor], found: list[Tensor]) -> float:
+    """The largest difference, relative to the largest value of the same output."""
+    worst = 0.0
+    for a, b in zip(expected, found, strict=True):
+        if a.shape != b.shape:
+            return float("inf")
+        if not a.is_floating_point():
+            worst = max(worst, 0.0 if torch.equal(a, b) else float("inf"))
+        elif a.numel():
+            a, b = a.double(), b.double()
+            same = (a == b) | (a.isnan() & b.isnan())
+            difference = torch.where(same, 0.0, (a - b).abs()).max()
+            scale = a[a.isfinite()].abs().max() if a.isfinite().any() else a.new_ones(())
+            worst = max(worst, float(difference / max(float(scale), 1e-30)))
+            worst = float("inf") if worst != worst else worst
+    return worst
+
+
+def tolerance(model: nn.Module) -> float:
+    kinds = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    return max((TOLERANCE.get(kind, 1e-9) for kind in kinds), default=1e-9)
+
+
+def prove(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> float:
+    """Compare the masked model with the pruned one on the example input.
+
+    Returns:
+        The largest relative error.
+
+    Raises:
+        ProofError: they differ by more than rounding, or the pruned model does not run.
+    """
+    from .reference import reference
+
+    expected = reference(plan, model, example_input)
+    try:
+        found = outputs(small, example_input)
+    except Exception as error:
+        raise ProofError(
+            f"the pruned {type(model).__name__} does not run: {type(error).__name__}: {error}. "
+            "Nothing was changed. Please report the model; ignore= the layers named above to go on."
+        ) from error
+    if len(expected) != len(found):
+        raise ProofError(
+            f"the pruned model returns {len(found)} tensors, the masked one {len(expected)}. "
+            "Nothing was changed."
+        )
+    error_size = largest_error(expected, found)
+    allowed = tolerance(model)
+    if not error_size <= allowed:
+        raise ProofError(
+            f"the pruned {type(model).__name__} differs from the masked one by {error_size:.2g} "
+            f"(relative; {allowed:.0e} is allowed). Nothing was changed."
+        )
+    return error_size

@@ -1,0 +1,349 @@
+"""The third walk: the trace at its new widths.
+
+Labels of kept slices run through the same rules. Where tensors meet, their units have to agree in
+number and order; the order in which each parameter's slices are kept, the sizes that the model's
+code has to compute, and those that it will compute, come out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from .algebra import Algebra, Call, Named, Roles
+from .channels import Axis, Channels, SourceAxis
+from .discover import Relations
+from .trace import Spec, Trace
+
+
+class Mismatch(Exception):
+    """The channels that were chosen do not fit together; ``units`` have to stay."""
+
+    def __init__(self, units: Tensor, reason: str, call: Call | None) -> None:
+        super().__init__(reason)
+        self.units = units.reshape(-1).numpy()
+        self.reason = reason
+        self.where = call.name if call else ""
+        self.line = call.node.meta.get("where", "") if call else ""
+
+
+@dataclass
+class WrongSize:
+    """A size in the model's code that comes out wrong at the new widths."""
+
+    node: fx.Node
+    place: tuple[int, str]
+    computed: Any
+    needed: Any
+    units: np.ndarray
+
+
+@dataclass
+class NewSizes:
+    """The new widths around one call, for a pattern's ``resize`` and ``attributes``."""
+
+    replay: Replay
+    node: fx.Node
+    views: dict[str, tuple[int, ...]] | None = None
+    input: tuple[int, ...] = ()
+
+    @property
+    def result(self) -> Any:
+        """New shape of the result; a list of shapes for a tuple of tensors."""
+        if isinstance(self.node.meta["spec"], Spec):
+            return self.replay.result_shape(self.node)
+        return self.replay.result_shapes(self.node)
+
+    def keep(self, position: int, dim: int) -> Tensor | None:
+        """For each old slice of an argument along ``dim`` whether it stays; None where all do."""
+        source = self.node.args[position]
+        old = self.replay.before[source]
+        axis = old.axis(dim) if isinstance(old, Channels) else None
+        if axis is None:
+            return None
+        kept = self.replay.kept(axis.units)
+        others = [i for i, d in enumerate(axis.dims) if d != dim % len(old.shape)]
+        any_kept = kept.any(others[0]) if len(others) == 1 else kept
+        if len(others) > 1:
+            any_kept = kept.flatten(0).new_tensor(
+                [bool(kept.select(axis.dims.index(dim), i).any()) for i in range(old.shape[dim])]
+            )
+        return None if bool(any_kept.all()) else any_kept
+
+
+class Replay(Algebra):
+    """Args:
+    trace: the recorded run.
+    relations: of the first walk.
+    kept: for each unit class, whether it stays.
+    attributes: module attributes that will be set, with the values they will have.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        relations: Relations,
+        kept: np.ndarray,
+        attributes: dict[str, Any] | None = None,
+        *,
+        attention: str = "heads",
+    ) -> None:
+        super().__init__(trace, attention=attention)
+        self.before = relations.values
+        self.attributes = attributes or {}
+        self.wrong: list[WrongSize] = []
+        self.indices: dict[str, Tensor] = {}  # index buffers, rewritten
+        self.order: dict[int, Tensor] = {}  # label of an axis -> kept positions in it, in order
+        self.module_sizes: dict[str, dict[str, Any]] = {}
+        self._pinned: set[int] = set()
+        self._classes = torch.from_numpy(relations.classes)
+        self._kept = torch.from_numpy(kept)
+        self._sources = {(s.name, len(s.view), s.dims): s for s in relations.sources}
+        self._by_name: dict[str, list[SourceAxis]] = {}
+        for s in relations.sources:
+            self._by_name.setdefault(s.name, []).append(s)
+        self._shapes: dict[int, tuple[int, ...]] = {}
+        for s in relations.sources:
+            self.order[s.first] = self._compress(torch.arange(s.size).reshape(s.shape), s.labels())
+
+    def kept(self, units: Tensor) -> Tensor:
+        return self._kept[self._classes[units]]
+
+    def _compress(self, array: Tensor, units: Tensor) -> Tensor:
+        """The kept entries of an array over units, which have to form a rectangle."""
+        kept = self.kept(units)
+        if bool(kept.all()):
+            return array
+        if array.dim() == 1:
+            return array[kept]
+        for d in range(array.dim()):
+            others = [o for o in range(array.dim()) if o != d]
+            present = kept.amax(others) if others else kept
+            rows = torch.nonzero(present).reshape(-1)
+            array, kept, units = (t.index_select(d, rows) for t in (array, kept, units))
+        if bool(kept.all()):
+            return array
+        for d in range(array.dim() - 1, -1, -1):
+            counts = kept.sum(d)
+            if bool((counts == counts.reshape(-1)[0]).all()):
+                rows = array.movedim(d, -1)[kept.movedim(d, -1)]
+                shape = (*array.movedim(d, -1).shape[:-1], -1)
+                return rows.reshape(shape).movedim(-1, d)
+        raise Mismatch(units, "what is left of them would not be a rectangle", None)
+
+    # -- sizes ----------------------------------------------------------------------------------
+
+    def new_shape(self, x: Channels) -> tuple[int, ...]:
+        shape = list(x.shape)
+        for axis in x.axes:
+            key = id(axis.units)
+            if key not in self._shapes:
+                self._shapes[key] = tuple(self._compress(axis.units, axis.units).shape)
+            for d, n in zip(axis.dims, self._shapes[key], strict=True):
+                shape[d] = n
+        return tuple(shape)
+
+    def result_shape(self, node: fx.Node) -> tuple[int, ...]:
+        return self.new_shape(self.before[node])
+
+    def result_shapes(self, node: fx.Node) -> list[tuple[int, ...]]:
+        return [self.new_shape(x) for x in self.before[node]]
+
+    def view_shape(self, name: str) -> tuple[int, ...]:
+        """New shape of a tensor, seen as its pattern sees it."""
+        axes = self._by_name[name]
+        view = list(axes[0].view)
+        for axis in axes:
+            if len(axis.view) == len(view):
+                for d, n in zip(axis.dims, self.order[axis.first].shape, strict=True):
+                    view[d] = n
+        return tuple(view)
+
+    def tensor_shape(self, value: Named) -> tuple[int, ...]:
+        if value.name not in self._by_name:
+            return value.spec.shape
+        old = self._by_name[value.name][0].view
+        new = self.view_shape(value.name)
+        return tuple(
+            math.prod(new[d] for d in dims) for dims in view_dims(value.spec.shape, old)
+        )
+
+    def number(self, node: fx.Node, args: tuple[Any, ...]) -> Any:
+        if node.target == "size":
+            return self.values[node.args[0]].shape[args[1]] if isinstance(
+                self.values[node.args[0]], Channels
+            ) else self.tensor_shape(self.values[node.args[0]])[args[1]]  # fmt: skip
+        return node.target(*args) if callable(node.target) else node.meta["spec"]
+
+    def _attribute(self, node: fx.Node) -> Any:
+        if node.target in self.attributes:
+            return self.attributes[str(node.target)]
+        return super()._attribute(node)
+
+    def resize(self, call: Call) -> None:
+        new = NewSizes(self, call.node)
+        if call.pattern is None or call.pattern.resize is None:
+            return
+        for (position, name), needed in call.pattern.resize(call, new).items():
+            given = position < len(call.args)
+            computed = call.args[position] if given else call.kwargs.get(name)
+            if not same_sizes(computed, needed):
+                units = [
+                    axis.units.reshape(-1)
+                    for old in [self.before[call.node], *self._old_inputs(call)]
+                    for x in (old if isinstance(old, (tuple, list)) else [old])
+                    if isinstance(x, Channels)
+                    for axis in x.axes
+                ]
+                joined = torch.cat(units) if units else torch.zeros(0, dtype=torch.int64)
+                self.wrong.append(
+                    WrongSize(call.node, (position, name), computed, needed, joined.numpy())
+                )
+            if given:
+                call.args = (*call.args[:position], needed, *call.args[position + 1 :])
+            else:
+                call.kwargs = {**call.kwargs, name: needed}
+
+    def _old_inputs(self, call: Call) -> list[Any]:
+        return [self.before.get(node) for node in call.node.all_input_nodes]
+
+    # -- meanings -------------------------------------------------------------------------------
+
+    def apply(self, call: Call) -> Any:
+        result = super().apply(call)
+        self._module_sizes(call)
+        return result
+
+    def _module_sizes(self, call: Call) -> None:
+        """New attributes of a leaf module, which all its calls have to agree on."""
+        pattern = call.pattern
+        if call.module is None or pattern is None or pattern.attributes is None:
+            return
+        views = {}
+        for name in [*call.module._parameters, *call.module._buffers, *_parametrized(call.module)]:
+            value = self.member(call, name)
+            if value is not None and value.name in self._by_name:
+                views[name] = self.view_shape(value.name)
+            elif value is not None:
+                views[name] = value.spec.shape
+        first = call.inputs[0] if call.inputs else None
+        shape = first.shape if isinstance(first, Channels) else ()
+        found = pattern.attributes(call.module, NewSizes(self, call.node, views, shape))
+        changed = {k: v for k, v in found.items() if getattr(call.module, k) != v}
+        known = self.module_sizes.setdefault(call.path, changed)
+        if known != changed:
+            units = torch.cat([a.units.reshape(-1) for x in call.inputs if isinstance(x, Channels)
+                               for a in x.axes] or [torch.zeros(0, dtype=torch.int64)])  # fmt: skip
+            raise Mismatch(units, f"two calls of {call.path} would need different sizes", call)
+
+    def source(self, value: Named, roles: Roles, view: tuple[int, ...] | None) -> Channels:
+        rank = len(value.spec.shape if view is None else view)
+        axes = []
+        for dims in roles.values():
+            axis = self._sources.get((value.name, rank, dims))
+            if axis is not None:
+                units = axis.labels().reshape(-1)[self.order[axis.first]]
+                axes.append(Axis(dims, units, source=axis))
+        if value.name not in self._by_name:
+            return Channels(value.spec.shape if view is None else view)
+        if rank != len(self._by_name[value.name][0].view):
+            return Channels(value.spec.shape if view is None else view, tuple(axes))
+        return Channels(self.view_shape(value.name), tuple(axes))
+
+    def join(self, a: Axis, b: Axis, call: Call | None) -> None:
+        left, right = self._classes[a.units], self._classes[b.units]
+        if left.shape == right.shape and bool((left == right).all()):
+            for axis in (a, b):
+                if axis.source is not None:
+                    self._pinned.add(axis.source.first)
+            return
+        for axis, order in ((b, left), (a, right)):
+            if axis.source is not None and self._rebind(axis.source, order):
+                return
+        raise Mismatch(
+            torch.cat([a.units.reshape(-1), b.units.reshape(-1)]),
+            "channels that meet would stand in different orders",
+            call,
+        )
+
+    def _rebind(self, source: SourceAxis, classes: Tensor) -> bool:
+        """Keep the slices of a parameter in the order in which their channels arrive."""
+        if source.first in self._pinned:
+            return False
+        shape, classes = classes.shape, classes.reshape(-1)
+        own = self._classes[source.labels().reshape(-1)]
+        own_order = torch.argsort(own, stable=True)
+        wanted = torch.argsort(classes, stable=True)
+        kept = own_order[self._kept[own[own_order]]]
+        if len(kept) != len(wanted) or bool((own[kept] != classes[wanted]).any()):
+            return False
+        order = torch.empty_like(kept)
+        order[wanted] = kept  # the k-th slice of a unit goes where its k-th channel arrives
+        self.order[source.first] = order.reshape(shape)
+        self._pinned.add(source.first)
+        return True
+
+    def index_values(self, call: Call, index: Named, x: Channels, dim: int) -> Tensor | None:
+        """Positions among the kept channels."""
+        old = self.trace.tensor(index.name).cpu()
+        source = next(n for n in call.node.all_input_nodes if n.target == index.name)
+        holder = next(n for n in call.node.all_input_nodes if n is not source)
+        axis = self.before[holder].axis(dim)
+        if axis is None or len(axis.dims) > 1:
+            return old
+        keep = self.kept(axis.units)
+        if old.dim() != 1:
+            if not bool(keep.all()):
+                raise Mismatch(axis.units, f"{index.name} indexes them in several dimensions", call)
+            return old
+        rank = torch.cumsum(keep, 0) - 1
+        new = rank[old[keep[old]]]
+        known = self.indices.setdefault(index.name, new)
+        if not torch.equal(known, new):
+            raise Mismatch(axis.units, f"{index.name} indexes two different sets of channels", call)
+        return new
+
+
+def _parametrized(module: Any) -> list[str]:
+    return list(getattr(module, "parametrizations", ()))
+
+
+def same_sizes(computed: Any, needed: Any) -> bool:
+    """Whether what the code computes is what is needed; -1 is worked out by the op itself."""
+    if isinstance(needed, (tuple, list)):
+        return (
+            isinstance(computed, (tuple, list))
+            and len(computed) == len(needed)
+            and all(map(same_sizes, computed, needed))
+        )
+    if isinstance(needed, slice):
+        return isinstance(computed, slice) and same_sizes(
+            (computed.start, computed.stop), (needed.start, needed.stop)
+        )
+    if isinstance(needed, int) and isinstance(computed, int):
+        return computed in (needed, -1)
+    return isinstance(needed, (Channels, Named, Tensor)) or computed is needed or computed == needed
+
+
+def view_dims(shape: Sequence[int], view: Sequence[int]) -> list[list[int]]:
+    """For each dimension of a tensor, the dimensions of its view that it is cut into."""
+    if tuple(shape) == tuple(view):
+        return [[d] for d in range(len(shape))]
+    result, d = [], 0
+    for size in shape:
+        dims, product = [], 1
+        while d < len(view) and (product < size or (view[d] == 1 and not dims)):
+            dims.append(d)
+            product *= view[d]
+            d += 1
+        result.append(dims)
+    return result
+
+
+__all__ = ["Mismatch", "NewSizes", "Replay", "WrongSize", "replace"]

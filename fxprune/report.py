@@ -1,0 +1,46 @@
+"""The plan as a table for the terminal."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+_WIDTH = 100
+
+
+def table(plan: Any) -> str:
+    """Each group with its layers, width before and after, importance and why it stays."""
+    view = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+    view.add_column("group", no_wrap=True, overflow="ellipsis", max_width=34)
+    view.add_column("layers", justify="right")
+    view.add_column("width", justify="right", no_wrap=True)
+    view.add_column("importance", justify="right", no_wrap=True)
+    view.add_column("why it stays", ratio=1, overflow="fold")
+    for group in plan.groups:
+        if group.frozen and not any(role == group.name for role, _ in plan.skipped):
+            continue  # what is only read (the image's channels) is nobody's question
+        layers = len({name.rpartition(".")[0] for name, _ in group.members})
+        width = str(group.width)
+        if len(group.removed):
+            width = f"{group.width} -> {group.kept}"
+        scores = ""
+        if group.importance is not None and len(group.removed):
+            low, high = group.importance.min(), group.importance.max()
+            scores = f"{low:.2g} … {high:.2g}"
+        why = group.frozen or ("approximate: counts in " + ", ".join(group.approximate[:2])
+                               if group.approximate and len(group.removed) else "")  # fmt: skip
+        view.add_row(group.name, str(layers), width, scores, why)
+    console = Console(width=_WIDTH, file=io.StringIO(), color_system=None)
+    console.print(view)
+    pruned = sum(len(g.removed) > 0 for g in plan.groups)
+    console.print(
+        f"{pruned} groups pruned, {len(plan.kept)} tensors change; "
+        f"{len(plan.skipped)} layers stay whole (plan.skipped says why)"
+    )
+    for name, value in plan.attributes.items():
+        console.print(f"{name} becomes {value}")
+    return console.file.getvalue().rstrip()  # type: ignore[attr-defined]

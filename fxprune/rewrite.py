@@ -1,0 +1,225 @@
+"""Making the channels go: every new tensor first, then one commit that can be taken back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from . import registry
+from .channels import SourceAxis
+from .errors import ModelError
+from .fold import Carry, Folds
+from .kept import shrink
+from .masks import bake, check_fits, is_masked, keep_masks
+from .trace import read_attribute
+
+
+@dataclass
+class Change:
+    """Everything that will be different, built before anything is."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # by name in the model
+    computed: dict[str, Tensor] = field(default_factory=dict)  # results of parametrizations
+    made: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # (module path, attribute)
+    attributes: dict[tuple[str, str], Any] = field(default_factory=dict)
+    refresh: dict[str, Callable[[nn.Module], None]] = field(default_factory=dict)
+
+
+class Journal:
+    """Assignments that can be undone."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def data(self, tensor: Tensor, new: Tensor) -> None:
+        old, grad = tensor.data, tensor.grad
+        self._undo.append(lambda: _restore(tensor, old, grad))
+        tensor.grad = None  # of the old shape
+        tensor.data = new
+
+    def attribute(self, owner: Any, name: str, value: Any) -> None:
+        space = vars(owner)
+        old, had = space.get(name), name in space
+
+        def undo() -> None:
+            if had:
+                space[name] = old
+            else:
+                space.pop(name, None)
+
+        self._undo.append(undo)
+        space[name] = value
+
+    def item(self, space: dict[str, Any], key: str, value: Any) -> None:
+        old = space.get(key)
+        self._undo.append(lambda: space.__setitem__(key, old))
+        space[key] = value
+
+    def rollback(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+
+def _restore(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
+    tensor.data = data
+    tensor.grad = grad
+
+
+def apply(plan: Any, model: nn.Module, *, inplace: bool = False) -> nn.Module:
+    """See :meth:`fxprune.plan.PruningPlan.apply`."""
+    small, _ = apply_with_journal(plan, model, inplace=inplace)
+    return small
+
+
+def apply_with_journal(plan: Any, model: nn.Module, *, inplace: bool) -> tuple[nn.Module, Journal]:
+    """The pruned model, and for ``inplace`` the way back."""
+    if is_masked(model):
+        if inplace:
+            raise ModelError("a masked model cannot be pruned in place; use inplace=False")
+        model = _copy(model, {})
+        bake(model)
+    check_fits(plan, model)
+    with torch.no_grad():
+        change = build(plan, model, plan.folds(model))
+    journal = Journal()
+    if inplace:
+        try:
+            with torch.no_grad():
+                _install(change, model, journal, in_place=True)
+        except BaseException:
+            journal.rollback()
+            raise
+        return model, journal
+    small = _copy(model, {id(read_attribute(model, n)): _like(read_attribute(model, n), t)
+                          for n, t in change.tensors.items()})  # fmt: skip
+    with torch.no_grad():
+        _install(change, small, journal, in_place=False)
+    return small, journal
+
+
+def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    try:
+        return copy.deepcopy(model, dict(memo))
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); "
+            "pass inplace=True to change the model itself"
+        ) from error
+
+
+def _like(old: Tensor, new: Tensor) -> Tensor:
+    """``new`` as the kind of tensor that ``old`` is."""
+    if isinstance(old, nn.Parameter):
+        return nn.Parameter(new, requires_grad=old.requires_grad)
+    return new
+
+
+def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
+    """Every new tensor and attribute."""
+    change = Change()
+    axes: dict[str, list[SourceAxis]] = {}
+    for axis in plan._relations.sources:
+        axes.setdefault(axis.name, []).append(axis)
+    deltas: dict[str, Tensor] = {}
+    for shift in folds.shifts:
+        if shift.name:
+            deltas[shift.name] = deltas.get(shift.name, 0) + shift.delta
+        else:
+            owner = model.get_submodule(shift.path)
+            like = next(owner.parameters())
+            rows = _rows_of(plan, shift.path, shift.delta, plan._trace.model)
+            change.made[shift.path, shift.attribute] = rows.to(like)
+    carries = {carry.axis.name: carry for carry in folds.carries}
+    masks = keep_masks(plan, folds) if plan._carriers.any() else {}
+    for name in plan.kept.keys() | deltas.keys() | carries.keys():
+        old = read_attribute(model, name).detach()
+        new = old
+        if name in carries:
+            new = _carried(new, carries[name])
+        if name in masks:  # carriers stay as masked channels
+            new = torch.where(masks[name].to(new.device), new, torch.zeros((), dtype=new.dtype, device=new.device))  # noqa: E501
+        if name in deltas:
+            new = new + deltas[name].to(new).reshape(new.shape)
+        if name in plan.kept:
+            new = shrink(new, axes[name], plan._replay)
+        new = new.clone(memory_format=_memory_format(old))
+        if name in plan._trace.names.values():
+            change.tensors[name] = new
+        else:
+            change.computed[name] = new
+    for name, index in plan._replay.indices.items():
+        old = read_attribute(model, name)
+        change.tensors[name] = index.to(old)
+    for path, values in plan._replay.module_sizes.items():
+        for attribute, value in values.items():
+            change.attributes[path, attribute] = value
+    for name, value in plan.attributes.items():
+        path, _, attribute = name.rpartition(".")
+        change.attributes[path, attribute] = value
+    for path, module in model.named_modules():
+        pattern = registry.for_module(module)
+        if pattern is not None and pattern.refresh is not None and path in plan._replay.module_sizes:
+            change.refresh[path] = pattern.refresh
+    return change
+
+
+def _rows_of(plan: Any, path: str, delta: Tensor, model: nn.Module) -> Tensor:
+    """A new bias's entries for the outputs that are left: those of its layer's weight."""
+    for axis in plan._relations.sources:
+        if axis.role == "out" and axis.name.rpartition(".")[0] == path:
+            return delta.reshape(-1)[plan._replay.order[axis.first].reshape(-1)]
+    return delta
+
+
+def _carried(weight: Tensor, carry: Carry) -> Tensor:
+    """Fold columns, scaled, into their row's carrier column."""
+    axis = carry.axis
+    seen = weight.reshape(axis.view)
+    shape = [n if d in axis.dims else 1 for d, n in enumerate(axis.view)]
+    added = seen * carry.factors.to(seen).reshape(shape)
+    last = axis.dims[-1]
+    total = added.sum(last, keepdim=True)
+    onto = torch.zeros(carry.factors.shape, dtype=torch.bool)
+    onto.reshape(-1, onto.shape[-1]).scatter_(1, carry.carriers[:, None], True)
+    return (seen + total * onto.to(seen).reshape(shape)).reshape(weight.shape)
+
+
+def _memory_format(tensor: Tensor) -> torch.memory_format:
+    for rank, form in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if tensor.dim() == rank and tensor.is_contiguous(memory_format=form):
+            if not tensor.is_contiguous():
+                return form
+    return torch.contiguous_format
+
+
+def _install(change: Change, model: nn.Module, journal: Journal, *, in_place: bool) -> None:
+    """The commit. Only assignments, in an order in which each can be undone."""
+    if in_place:
+        for name, new in change.tensors.items():
+            journal.data(read_attribute(model, name), new)
+    for name, new in change.computed.items():
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        for original in module.parametrizations[attribute].parameters():
+            journal.data(original, original.data)  # right_inverse writes into them
+        setattr(module, attribute, new)
+    for (path, attribute), new in change.made.items():
+        module = model.get_submodule(path)
+        requires_grad = next(module.parameters()).requires_grad
+        made = nn.Parameter(new, requires_grad=requires_grad)
+        journal.item(module._parameters, attribute, made)
+    for (path, attribute), value in change.attributes.items():
+        owner = read_attribute(model, path) if path else model
+        journal.attribute(owner, attribute, value)
+    for path, refresh in change.refresh.items():
+        refresh(model.get_submodule(path))
+
+
+__all__ = ["apply", "apply_with_journal", "parametrize"]

@@ -1,0 +1,182 @@
+"""Which units go: the lowest scores, where bins that have to stay equal allow it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+import numpy as np
+
+# Relative gap at which the search for the best balanced choice may stop.
+_GAP = 1e-3
+_SECONDS = 10.0
+
+
+@dataclass
+class Choice:
+    """The question for one group.
+
+    Args:
+        units: the unit classes that may go.
+        scores: importance of each, higher stays.
+        bins: arrays (rows, n) of unit classes; each row of one array keeps equally many slices.
+            Class 0 stands for slices that stay.
+        covers: arrays of unit classes of which at least one has to stay.
+    """
+
+    units: np.ndarray
+    scores: np.ndarray
+    bins: Sequence[np.ndarray]
+    covers: Sequence[np.ndarray]
+
+    def keep(self, sparsity: float, round_to: int = 1) -> np.ndarray:
+        """True for each unit that stays when the fraction ``sparsity`` of them goes."""
+        kept = np.ones(len(self.units), dtype=bool)
+        for part in self._parts():
+            kept[part.members] = part.keep(sparsity, round_to)
+        return kept
+
+    def complete(self, kept: np.ndarray) -> np.ndarray:
+        """The smallest balanced superset of the units in ``kept``."""
+        result = kept.copy()
+        for part in self._parts():
+            if part.bins and not part.balanced(kept[part.members]):
+                result[part.members] = part.complete(kept[part.members])
+        return result
+
+    def _parts(self) -> list[_Part]:
+        """Units that no bin couples are chosen apart from those that one does."""
+        index = {int(u): i for i, u in enumerate(self.units)}
+        graph: nx.Graph = nx.Graph()
+        for b, rows in enumerate(self.bins):
+            graph.add_edges_from((("bin", b), index[int(u)]) for u in np.unique(rows) if u in index)
+        parts, binned = [], set()
+        for nodes in nx.connected_components(graph):
+            members = np.array(sorted(n for n in nodes if not isinstance(n, tuple)))
+            binned.update(members.tolist())
+            bins = [self.bins[n[1]] for n in nodes if isinstance(n, tuple)]
+            parts.append(self._part(members, bins))
+        rest = np.array([i for i in range(len(self.units)) if i not in binned], dtype=np.int64)
+        if len(rest):
+            parts.append(self._part(rest, []))
+        return parts
+
+    def _part(self, members: np.ndarray, bins: list[np.ndarray]) -> _Part:
+        units = self.units[members]
+        inside = set(units.tolist())
+        covers = [c for c in self.covers if 0 not in c and set(c.tolist()) <= inside]
+        return _Part(members, units, self.scores[members], bins, covers)
+
+
+@dataclass
+class _Part:
+    members: np.ndarray
+    units: np.ndarray
+    scores: np.ndarray
+    bins: list[np.ndarray]
+    covers: list[np.ndarray]
+
+    def keep(self, sparsity: float, round_to: int) -> np.ndarray:
+        partition = self._partition()
+        if partition is None:
+            return self._search(sparsity, round_to)
+        kept = np.zeros(len(self.units), dtype=bool)
+        step = round_to // math.gcd(round_to, len(partition))
+        for row in partition:
+            order = row[np.argsort(-self.scores[row], kind="stable")]
+            kept[order[: keep_count(len(row), sparsity, step)]] = True
+        if not self._covered(kept):
+            if len(partition) > 1:
+                return self._search(sparsity, round_to)
+            for cover in self.covers:
+                inside = np.flatnonzero(np.isin(self.units, cover))
+                if not kept[inside].any():
+                    kept[inside[np.argmax(self.scores[inside])]] = True
+        return kept
+
+    def _partition(self) -> list[np.ndarray] | None:
+        """The rows of the bins as index lists, where they are one partition of the units."""
+        if not self.bins:
+            return [np.arange(len(self.units))]
+        first = {tuple(sorted(row.tolist())) for row in self.bins[0]}
+        if any({tuple(sorted(row.tolist())) for row in rows} != first for rows in self.bins[1:]):
+            return None
+        index = {int(u): i for i, u in enumerate(self.units)}
+        flat = [u for row in first for u in row]
+        if len(set(flat)) != len(flat) or any(u not in index for u in flat):
+            return None
+        return [np.array([index[u] for u in row]) for row in sorted(first)]
+
+    def _covered(self, kept: np.ndarray) -> bool:
+        return all(kept[np.isin(self.units, cover)].any() for cover in self.covers)
+
+    # -- crossing bins: an integer programme ------------------------------------------------------
+
+    def _rows(self) -> list[tuple[np.ndarray, np.ndarray, int]]:
+        """For each row of each bin: slices of each unit in it, slices that stay, its bin."""
+        rows = []
+        for b, array in enumerate(self.bins):
+            for row in np.unique(array, axis=0):
+                counts = (row[:, None] == self.units[None, :]).sum(0)
+                rows.append((counts, len(row) - counts.sum(), b))
+        return rows
+
+    def balanced(self, kept: np.ndarray) -> bool:
+        totals: dict[int, set[int]] = {}
+        for counts, fixed, b in self._rows():
+            totals.setdefault(b, set()).add(int(counts @ kept + fixed))
+        return all(len(values) == 1 for values in totals.values())
+
+    def _search(self, sparsity: float, round_to: int) -> np.ndarray:
+        spread = self.scores.max() - min(self.scores.min(), 0.0)
+        gain = self.scores / spread if spread > 0 else np.ones(len(self.units))
+        lengths = [rows.shape[1] for rows in self.bins]
+        steps = [round_to // math.gcd(round_to, len(rows)) for rows in self.bins]
+        goal = [keep_count(n, sparsity, step) for n, step in zip(lengths, steps, strict=True)]
+        kept = self._solve(gain, goal, goal)
+        if kept is None:  # no choice gives every row its count: as near as can be from above
+            kept = self._solve(-np.ones(len(self.units)) + 1e-3 * gain, goal, lengths)
+        return np.ones(len(self.units), dtype=bool) if kept is None else kept
+
+    def complete(self, kept: np.ndarray) -> np.ndarray:
+        lengths = [rows.shape[1] for rows in self.bins]
+        cost = -np.ones(len(self.units))
+        result = self._solve(cost, [1] * len(lengths), lengths, forced=kept)
+        return np.ones(len(self.units), dtype=bool) if result is None else result
+
+    def _solve(self, gain, low, high, forced=None) -> np.ndarray | None:
+        """Units that gain most, with row totals of each bin equal and between ``low`` and ``high``."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        n, m = len(self.units), len(self.bins)
+        matrix, fixed = [], []
+        for counts, constant, b in self._rows():
+            matrix.append(np.concatenate([counts, -(np.arange(m) == b).astype(float)]))
+            fixed.append(-float(constant))
+        constraints = [LinearConstraint(np.array(matrix), fixed, fixed)]
+        if self.covers:
+            cover = np.array(
+                [np.concatenate([np.isin(self.units, c), np.zeros(m)]) for c in self.covers]
+            )
+            constraints.append(LinearConstraint(cover, 1, np.inf))
+        lower = np.zeros(n) if forced is None else forced.astype(float)
+        result = milp(
+            np.concatenate([-gain, np.zeros(m)]),
+            integrality=np.ones(n + m),
+            bounds=Bounds(np.concatenate([lower, low]), np.concatenate([np.ones(n), high])),
+            constraints=constraints,
+            options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
+        )
+        return None if result.x is None else result.x[:n] > 0.5
+
+
+def keep_count(width: int, sparsity: float, step: int = 1) -> int:
+    """How many of ``width`` units stay: at least one, and a multiple of ``step`` if that is fewer.
+
+    The number that goes is ``sparsity · width`` rounded to the nearest, halves in favour of
+    keeping.
+    """
+    kept = max(width - math.ceil(sparsity * width - 0.5 - 1e-9), 1)
+    return min(math.ceil(kept / step) * step, width)

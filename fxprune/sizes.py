@@ -1,0 +1,111 @@
+"""Numbers that remember where they came from.
+
+While a model is recorded, the sizes it reads from tensors and the integers it reads from its own
+attributes are instances of :class:`TracedInt`. They behave as plain integers, and carry an
+*origin*: the tensor dimension, the attribute, or the arithmetic they are made of.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """Size of dimension ``dim`` of the tensor that ``source``, a node of the trace, computes."""
+
+    source: Any
+    dim: int
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """The attribute ``name`` (dotted) of the model, or its item ``index`` where it is a sequence."""
+
+    name: str
+    index: int | None = None
+
+
+@dataclass(frozen=True)
+class Operation:
+    """``function(*operands)``; an operand is a traced or a plain number."""
+
+    function: Callable[..., Any]
+    operands: tuple[Any, ...]
+
+
+Origin = Dimension | Attribute | Operation
+
+
+class TracedInt(int):
+    origin: Origin
+
+
+class TracedFloat(float):
+    origin: Origin
+
+
+def traced(value: Any, origin: Origin) -> Any:
+    """``value`` with an origin, where it is a plain int or float; anything else as it is."""
+    if type(value) is int:
+        result: Any = TracedInt(value)
+    elif type(value) is float:
+        result = TracedFloat(value)
+    else:
+        return value
+    result.origin = origin
+    return result
+
+
+def traced_size(source: Any, size: torch.Size) -> torch.Size:
+    """``size`` as a ``torch.Size`` whose items know that they are dimensions of ``source``."""
+    return torch.Size([traced(n, Dimension(source, i)) for i, n in enumerate(size)])
+
+
+def plain(number: Any) -> Any:
+    """A traced number as Python's own; anything else as it is."""
+    if isinstance(number, TracedInt):
+        return int(number)
+    return float(number) if isinstance(number, TracedFloat) else number
+
+
+_BINARY = ("add", "sub", "mul", "floordiv", "mod", "pow", "truediv")
+_NUMBERS = (int, float, TracedInt, TracedFloat)
+
+
+def _install(base: type, cls: type) -> None:
+    """Give ``cls`` the arithmetic of ``base``, with results that carry their origin."""
+
+    def binary(name: str, reflected: bool) -> None:
+        dunder = f"__{'r' if reflected else ''}{name}__"
+        plain = getattr(base, dunder)
+        function = getattr(operator, name)
+
+        def method(self: Any, other: Any, *rest: Any) -> Any:
+            value = plain(self, other, *rest)
+            if value is NotImplemented or type(other) not in _NUMBERS or rest:
+                return value
+            operands = (other, self) if reflected else (self, other)
+            return traced(value, Operation(function, operands))
+
+        method.__name__ = dunder
+        setattr(cls, dunder, method)
+
+    for name in _BINARY:
+        if hasattr(base, f"__{name}__"):
+            binary(name, False)
+            binary(name, True)
+
+    def negate(self: Any) -> Any:
+        return traced(base.__neg__(self), Operation(operator.neg, (self,)))
+
+    cls.__neg__ = negate  # type: ignore[attr-defined]
+
+
+_install(int, TracedInt)
+_install(float, TracedFloat)

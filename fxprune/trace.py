@@ -1,0 +1,628 @@
+"""Recording one run of a model as an fx graph.
+
+The model runs once, for real, under a function mode that writes each torch call as a node. Module
+classes with a pattern, and childless modules of ``torch.nn``, become one ``call_module`` node. No
+activation is kept alive: tensors are known by weak reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import sizes, tree
+from .errors import InputError
+from .registry import for_function, for_module, op_name
+
+_SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_SIZE = torch.Tensor.size
+# Nothing in a frame of these folders is the user's own code.
+_LIBRARY = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+_BASIC = (
+    str, int, float, bool, complex, type(None), type(Ellipsis),
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape and dtype of one tensor of the trace."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class ModuleCall:
+    """One call of a module that is not a leaf: its nodes lie in ``[start, stop)`` of the graph."""
+
+    path: str
+    parent: int | None
+    start: int
+    stop: int = -1
+    args: Any = ()
+    kwargs: Any = field(default_factory=dict)
+    output: Any = None
+
+
+@dataclass
+class Trace:
+    """A recorded run: the graph, and what the fx graph has no place for."""
+
+    graph: fx.Graph
+    model: nn.Module
+    calls: list[ModuleCall]
+    constants: dict[str, Any]
+    called: set[str]  # paths of all modules that ran
+    names: dict[int, str]  # id of a parameter or buffer -> its name in the model
+
+    def graph_module(self) -> fx.GraphModule:
+        """The trace as a module of its own that shares the model's parameters."""
+        return fx.GraphModule(_Root(self.model, self.constants), self.graph, "Trace")
+
+    def tensor(self, name: str) -> Any:
+        """The parameter, buffer, attribute or constant that a ``get_attr`` node reads."""
+        if name in self.constants:
+            return self.constants[name]
+        return read_attribute(self.model, name)
+
+
+class _Root(nn.Module):
+    """Where a graph module looks its targets up: the model, plus the trace's constants."""
+
+    def __init__(self, model: nn.Module, constants: dict[str, Any]) -> None:
+        super().__init__()
+        self.__dict__["_model"] = model
+        self.__dict__.update(constants)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_model"], name)
+
+
+def read_attribute(root: nn.Module, name: str) -> Any:
+    value: Any = root
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def bind_inputs(model: nn.Module, example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``example_input`` as the arguments of the model's call."""
+    if isinstance(example_input, dict) or (
+        hasattr(example_input, "keys") and hasattr(example_input, "__getitem__")
+    ):
+        return (), {key: example_input[key] for key in example_input.keys()}
+    if isinstance(example_input, tuple):
+        return example_input, {}
+    return (example_input,), {}
+
+
+def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
+    """Record one run of ``model`` as a runnable, printable :class:`torch.fx.GraphModule`.
+
+    The model runs once in eval mode without gradients, and is left as it was. Whatever Python the
+    model runs (conditions, loops, helpers) is followed as it happens; the graph holds what this
+    input made it do. Sizes that the model reads from its inputs stay expressions, so the graph
+    is right for other batch sizes too.
+
+    Args:
+        model: any module that runs.
+        example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
+
+    Raises:
+        InputError: the model does not run on ``example_input``; its own error is chained.
+    """
+    return record(model, example_input).graph_module()
+
+
+def record(model: nn.Module, example_input: Any) -> Trace:
+    """Run ``model`` once and record it. See :func:`trace`."""
+    args, kwargs = bind_inputs(model, example_input)
+    recorder = _Recorder(model)
+    with (
+        evaluating(model),
+        _traced_attributes(model, recorder),
+        torch.no_grad(),
+        _module_calls(recorder),
+    ):
+        args, kwargs = recorder.placeholders(args, kwargs)
+        try:
+            with recorder:
+                output = model(*args, **kwargs)
+        except Exception as error:
+            raise InputError(
+                f"{type(model).__name__} does not run on example_input "
+                f"({describe(example_input)}): {type(error).__name__}: {error}. Pass what you would "
+                "pass to the model: a tensor, a tuple of positional arguments, or a mapping of "
+                "keyword arguments."
+            ) from error
+        recorder.graph.output(recorder.argument(output))
+    return Trace(
+        recorder.graph,
+        model,
+        recorder.calls,
+        recorder.constants,
+        recorder.called,
+        {key: name for key, (name, _) in recorder.named.items()},
+    )
+
+
+def describe(value: Any) -> str:
+    """A short word for an input: shapes for tensors, class names for the rest."""
+    if isinstance(value, torch.Tensor):
+        return f"tensor {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__} of ({', '.join(describe(v) for v in value)})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {describe(v)}" for k, v in value.items()) + "}"
+    return type(value).__name__
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; every module's own flag, every buffer and the RNG state back afterwards."""
+    flags = [(m, m.training) for m in model.modules()]
+    # Some models count calls or keep caches in their buffers even in eval mode.
+    buffers = [(b, b._version, b.detach().clone()) for b in model.buffers()]
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
+        for m, _ in flags:
+            m.__dict__["training"] = False
+        torch.backends.mha.set_fastpath_enabled(False)  # it would hide the layers from the trace
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+            for m, flag in flags:
+                m.__dict__["training"] = flag
+            with torch.no_grad():
+                for buffer, version, before in buffers:
+                    if buffer._version != version:
+                        buffer.copy_(before)
+
+
+@contextlib.contextmanager
+def _traced_attributes(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """While recording, the integers in the modules' attributes know which attribute they are."""
+    undo: list[tuple[dict[str, Any], str, Any, Any]] = []
+
+    def wrap(space: dict[str, Any], prefix: str) -> None:
+        for key, value in list(space.items()):
+            name = f"{prefix}{key}"
+            if key.startswith("_"):
+                continue
+            if type(value) is int:
+                new: Any = sizes.traced(value, sizes.Attribute(name))
+            elif type(value) in (tuple, list) and value and all(type(v) is int for v in value):
+                new = type(value)(
+                    sizes.traced(v, sizes.Attribute(name, i)) for i, v in enumerate(value)
+                )
+            else:
+                continue
+            undo.append((space, key, value, new))
+            space[key] = new
+
+    seen: set[int] = set()
+    for path, m in model.named_modules():
+        if recorder.is_leaf(m):
+            continue
+        prefix = f"{path}." if path else ""
+        wrap(vars(m), prefix)
+        config = vars(m).get("config")
+        if hasattr(config, "__dict__") and id(config) not in seen:
+            seen.add(id(config))  # one config is often shared by many modules
+            wrap(vars(config), f"{prefix}config.")
+    try:
+        yield
+    finally:
+        for space, key, old, new in reversed(undo):
+            if space.get(key) is new:  # else the model's own code has set it
+                space[key] = old
+
+
+@contextlib.contextmanager
+def _module_calls(recorder: _Recorder) -> Iterator[None]:
+    """Send the calls of the model's modules through the recorder."""
+    original = nn.Module.__call__
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.module(original, self, args, kwargs)
+
+    nn.Module.__call__ = __call__  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.graph = fx.Graph()
+        self.calls: list[ModuleCall] = []
+        self.constants: dict[str, Any] = {}
+        self.called: set[str] = set()
+        self.named = dict(_named_tensors(model))
+        self.paths: dict[int, str] = {}
+        for path, m in model.named_modules(remove_duplicate=False):
+            self.paths.setdefault(id(m), path)
+        self._leaf: dict[int, bool] = {}
+        self._stack: list[int] = []
+        self._suspended = False
+        self._count = 0
+        # id of a live tensor -> (weak reference, node, path of keys into the node's result)
+        self._known: dict[int, tuple[weakref.ref, fx.Node, tuple[Any, ...]]] = {}
+        self._memo: dict[Any, fx.Node] = {}
+        self._kept: list[Any] = []  # constants, whose ids must not be reused
+
+    # -- values -------------------------------------------------------------------------------
+
+    def placeholders(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A placeholder an argument; the inputs are shared, their tensors known by identity."""
+        try:
+            parameters = inspect.signature(self.model.forward).parameters
+        except (TypeError, ValueError):
+            parameters = {}  # type: ignore[assignment]
+        positional = [
+            n for n, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        names = positional[: len(args)] + [f"arg{i}" for i in range(len(positional), len(args))]
+        for name, value in [*zip(names, args, strict=True), *kwargs.items()]:
+            node = self._add(self.graph.placeholder(name), value)
+            self._learn(value, node, ())
+        return args, kwargs
+
+    def _add(self, node: fx.Node, value: Any) -> fx.Node:
+        node.meta["spec"] = spec(value)
+        node.meta["call"] = self._stack[-1] if self._stack else None
+        node.meta["index"] = self._count
+        self._count += 1
+        return node
+
+    def _learn(self, value: Any, node: fx.Node, path: tuple[Any, ...]) -> None:
+        """From now on, the tensors in ``value`` are the result of ``node``."""
+        if isinstance(value, torch.Tensor):
+            self._known[id(value)] = (weakref.ref(value), node, path)
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                self._learn(item, node, (*path, key))
+        elif isinstance(value, (tuple, list)):
+            for i, item in enumerate(value):
+                self._learn(item, node, (*path, i))
+
+    def argument(self, value: Any) -> Any:
+        """``value`` as an argument of a node: tensors and traced sizes become nodes."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, (sizes.TracedInt, sizes.TracedFloat)):
+            return self._size(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {f.name: self.argument(getattr(value, f.name)) for f in dataclasses.fields(value)}
+            return self._add(self.graph.call_function(type(value), (), fields), value)
+        if isinstance(value, (tuple, list, dict, slice)):
+            return tree.rebuild(value, self.argument)
+        if isinstance(value, bool) or type(value) in _BASIC:
+            return value
+        if isinstance(value, range):
+            return range(*(int(n) for n in (value.start, value.stop, value.step)))
+        if isinstance(value, int):
+            return int(value)
+        return self._constant(value, "object")
+
+    def _tensor(self, value: torch.Tensor) -> fx.Node:
+        known = self._known.get(id(value))
+        if known is None or known[0]() is not value:
+            return self._unknown(value)
+        _, node, path = known
+        for i, key in enumerate(path):
+            node = self._item(node, path[: i + 1], key)
+        return node
+
+    def _item(self, node: fx.Node, path: tuple[Any, ...], key: Any) -> fx.Node:
+        memo = (node, key)
+        if memo not in self._memo:
+            item = node.meta["spec"][key]
+            self._memo[memo] = self._add(self.graph.call_function(operator.getitem, (node, key)), item)
+            self._memo[memo].meta["spec"] = item
+        return self._memo[memo]
+
+    def _unknown(self, value: torch.Tensor) -> fx.Node:
+        """A tensor that no recorded call has returned: of the model, an alias, or a constant."""
+        if id(value) in self.named:
+            name, _ = self.named[id(value)]
+            if ("get_attr", name) not in self._memo:
+                self._memo["get_attr", name] = self._add(self._get_attr(name), value)
+            return self._memo["get_attr", name]
+        for reference, node, path in self._known.values():
+            other = reference()
+            if other is not None and _same_memory(other, value):
+                self._learn(value, node, path)
+                return self._tensor(value)
+        return self._constant(value, "tensor")
+
+    def _constant(self, value: Any, kind: str) -> fx.Node:
+        key = ("constant", id(value))
+        if key not in self._memo:
+            name = f"_{kind}_constant{len(self.constants)}"
+            self.constants[name] = value
+            self._memo[key] = self._add(self._get_attr(name), value)
+        return self._memo[key]
+
+    def _get_attr(self, name: str) -> fx.Node:
+        # Graph.get_attr warns about whatever is not a tensor of the model.
+        return self.graph.create_node("get_attr", name)
+
+    def _size(self, number: Any) -> Any:
+        """The node that computes a traced number; a plain number as it is."""
+        origin = getattr(number, "origin", None)
+        if origin is None:
+            return number
+        # Equal expressions of equal value are one node.
+        key = (origin, sizes.plain(number))
+        if key not in self._memo:
+            self._memo[key] = self._add(self._size_node(origin), number)
+        return self._memo[key]
+
+    def _size_node(self, origin: sizes.Origin) -> fx.Node:
+        if isinstance(origin, sizes.Dimension):
+            return self.graph.call_method("size", (origin.source, origin.dim))
+        if isinstance(origin, sizes.Operation):
+            operands = tuple(self._size(operand) for operand in origin.operands)
+            return self.graph.call_function(origin.function, operands)
+        if origin.index is None:
+            return self._get_attr(origin.name)
+        key = ("attribute", origin.name)
+        if key not in self._memo:
+            value = read_attribute(self.model, origin.name)
+            self._memo[key] = self._add(self._get_attr(origin.name), value)
+        return self.graph.call_function(operator.getitem, (self._memo[key], origin.index))
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def is_leaf(self, m: nn.Module) -> bool:
+        if id(m) not in self._leaf:
+            of_torch = type(m).__module__.startswith("torch.nn.") and not any(m.children())
+            self._leaf[id(m)] = of_torch or for_module(m) is not None
+        return self._leaf[id(m)]
+
+    def module(self, original: Callable, m: nn.Module, args: Any, kwargs: Any) -> Any:
+        path = self.paths.get(id(m))
+        if self._suspended or path is None:
+            return original(m, *args, **kwargs)
+        self.called.add(path)
+        if self.is_leaf(m) and m is not self.model:
+            with self._paused():
+
+                def run(*args: Any, **kwargs: Any) -> Any:
+                    return original(m, *args, **kwargs)
+
+                known = for_module(m) is not None
+                return self._record("call_module", path, run, args, kwargs, known=known)
+        call = ModuleCall(path, self._stack[-1] if self._stack else None, self._count)
+        with self._paused():
+            call.args, call.kwargs = self.argument(args), self.argument(kwargs)
+        self._stack.append(len(self.calls))
+        self.calls.append(call)
+        try:
+            output = original(m, *args, **kwargs)
+        finally:
+            self._stack.pop()
+        if self._stack:  # the model's own output is the graph's
+            with self._paused():
+                call.output = self.argument(output)
+        call.stop = self._count
+        return output
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Torch calls inside are not the model's, or are covered by a leaf's node."""
+        self._suspended = True
+        try:
+            yield
+        finally:
+            self._suspended = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._suspended:
+            return func(*args, **kwargs)
+        if func == _SHAPE or func is _SIZE:
+            return self._read_size(func, args, kwargs)
+        kind, target = "call_function", func
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return self._record_property(func, args)
+        if getattr(torch.Tensor, name, None) is func and not name.startswith("__"):
+            kind, target = "call_method", name
+        return self._record(kind, target, func, args, kwargs, known=for_function(func) is not None)
+
+    def _read_size(self, func: Any, args: Any, kwargs: Any) -> Any:
+        value = func(*args, **kwargs)
+        node = self._tensor(args[0])
+        if isinstance(value, torch.Size):
+            return sizes.traced_size(node, value)
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        return sizes.traced(value, sizes.Dimension(node, int(dim) % args[0].dim()))
+
+    def _record_property(self, func: Any, args: Any) -> Any:
+        value = func(*args)
+        if not isinstance(value, torch.Tensor) or func.__self__.__name__ in ("grad", "_grad"):
+            return value
+        arguments = (self._tensor(args[0]), func.__self__.__name__)
+        node = self._add(self.graph.call_function(getattr, arguments), value)
+        node.meta["where"] = _where()
+        self._learn(value, node, ())
+        return value
+
+    def _record(
+        self, kind: str, target: Any, run: Callable, args: Any, kwargs: Any, *, known: bool
+    ) -> Any:
+        """Run one call and write it as a node; without a pattern, with the aten ops beneath it."""
+        before = [(t, t._version) for t in tree.tensors((args, kwargs)) if not t.is_inference()]
+        inputs = (self.argument(args), self.argument(kwargs))
+        beneath = None
+        if known:
+            value = run(*args, **kwargs)
+        else:
+            beneath = _AtenRecorder(self, before)
+            with beneath:
+                value = run(*args, **kwargs)
+        changed = [t for t, version in before if t._version != version]
+        setitem = op_name(target) == "setitem"
+        if not changed and not any(True for _ in tree.tensors(value)):
+            return value  # a number, a flag, nothing: not part of the data flow
+        if setitem:
+            target = set_item
+        node = self._add(self.graph.create_node(kind, target, *inputs), args[0] if setitem else value)
+        node.meta["where"] = _where()
+        if beneath is not None:
+            node.meta["aten"] = beneath.finish(value)
+        result = args[0] if setitem else value
+        self._learn(result, node, ())
+        for t in changed:
+            self._changed_in_place(t, node, result)
+        return value
+
+    def _changed_in_place(self, changed: torch.Tensor, node: fx.Node, result: Any) -> None:
+        """Every other live tensor on the memory that ``node`` wrote to is a new value from here on."""
+        storage = changed.untyped_storage()._cdata
+        for reference, before, path in list(self._known.values()):
+            other = reference()
+            if other is None or other is result or other.untyped_storage()._cdata != storage:
+                continue
+            for i, key in enumerate(path):
+                before = self._item(before, path[: i + 1], key)
+            after = self._add(self.graph.call_function(after_write, (before, node)), other)
+            self._learn(other, after, ())
+
+
+def set_item(target: Any, index: Any, value: Any) -> Any:
+    """``target[index] = value`` as an expression."""
+    target[index] = value
+    return target
+
+
+def after_write(value: Any, write: Any) -> Any:
+    """``value``, whose memory ``write`` has changed."""
+    return value
+
+
+class _AtenRecorder(TorchDispatchMode):
+    """The aten ops beneath one call, as a small graph of their own."""
+
+    def __init__(self, recorder: _Recorder, inputs: list[tuple[torch.Tensor, int]]) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self.graph = fx.Graph()
+        self._nodes: dict[int, tuple[fx.Node, tuple[Any, ...]]] = {}
+        self._alive: list[Any] = []  # ids stay valid for the length of the call
+        for t, _ in inputs:
+            if id(t) not in self._nodes:
+                node = self.graph.placeholder("input")
+                node.meta["spec"], node.meta["outer"] = spec(t), recorder.argument(t)
+                self._nodes[id(t)] = (node, ())
+                self._alive.append(t)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = (self._argument(args), self._argument(kwargs))
+        value = func(*args, **kwargs)
+        node = self.graph.call_function(func, *inputs)
+        node.meta["spec"] = spec(value)
+        self._learn(value, node, ())
+        return value
+
+    def _learn(self, value: Any, node: fx.Node, path: tuple[Any, ...]) -> None:
+        if isinstance(value, torch.Tensor):
+            self._nodes[id(value)] = (node, path)
+            self._alive.append(value)
+        elif isinstance(value, (tuple, list)):
+            for i, item in enumerate(value):
+                self._learn(item, node, (*path, i))
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._nodes:
+                named = self._recorder.named.get(id(value))
+                name = named[0] if named else "constant"
+                node = self.graph.create_node("get_attr", name)
+                node.meta["spec"], node.meta["constant"] = spec(value), named is None
+                self._learn(value, node, ())
+            node, path = self._nodes[id(value)]
+            item = node.meta["spec"]
+            for key in path:
+                item = item[key]
+                node = self.graph.call_function(operator.getitem, (node, key))
+                node.meta["spec"] = item
+            return node
+        if isinstance(value, (tuple, list, dict, slice)):
+            return tree.rebuild(value, self._argument)
+        if isinstance(value, (sizes.TracedInt, sizes.TracedFloat)):
+            return sizes.plain(value)
+        return value if type(value) in _BASIC else None
+
+    def finish(self, value: Any) -> fx.Graph:
+        self.graph.output(self._argument(value))
+        return self.graph
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[int, tuple[str, torch.Tensor]]]:
+    """Parameters and buffers by identity; a tied tensor goes by the first of its names."""
+    seen: set[int] = set()
+    for named in (model.named_parameters, model.named_buffers):
+        for name, t in named():
+            if id(t) not in seen:
+                seen.add(id(t))
+                yield id(t), (name, t)
+
+
+def spec(value: Any) -> Any:
+    """``value`` with a :class:`Spec` in the place of each tensor."""
+    if isinstance(value, torch.Tensor):
+        return Spec(tuple(int(n) for n in value.shape), value.dtype)
+    if isinstance(value, (sizes.TracedInt, sizes.TracedFloat)):
+        return sizes.plain(value)
+    if isinstance(value, torch.Size):
+        return tuple(int(n) for n in value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(spec, value)) if type(value) in (tuple, list) else tuple(map(spec, value))
+    if isinstance(value, dict):
+        return {key: spec(item) for key, item in value.items()}
+    return value if type(value) in _BASIC else None
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.layout == b.layout == torch.strided
+        and a.numel() > 0
+        and a.data_ptr() == b.data_ptr()
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+    )
+
+
+def _where() -> str:
+    """File and line of the innermost frame that is neither PyTorch's nor ours."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_LIBRARY):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

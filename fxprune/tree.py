@@ -1,0 +1,60 @@
+"""Walking the nested values that models take and return: containers, dataclasses, plain objects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def tensors(value: Any, _seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """Every tensor inside ``value``, in a fixed order; plain objects are searched by attribute."""
+    seen = set() if _seen is None else _seen
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if id(value) in seen or isinstance(value, (torch.nn.Module, type)):
+        return
+    seen.add(id(value))
+    for child in _children(value):
+        yield from tensors(child, seen)
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    attributes = getattr(value, "__dict__", None)
+    return list(attributes.values()) if isinstance(attributes, dict) else []
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """``value`` with each tensor in its containers replaced; other objects are kept as they are."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    return rebuild(value, lambda child: map_tensors(child, function))
+
+
+def rebuild(value: Any, function: Callable[[Any], Any]) -> Any:
+    """``value`` with ``function`` applied to each child of one container; leaves come back as is."""
+    if isinstance(value, torch.Size):
+        return tuple(function(item) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(function(item) for item in value))
+    if isinstance(value, tuple):
+        return tuple(function(item) for item in value)
+    if isinstance(value, list):
+        return [function(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: function(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return type(value)(**fields)
+    if isinstance(value, dict):
+        return {key: function(item) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(function(value.start), function(value.stop), function(value.step))
+    return value

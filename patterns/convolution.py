@@ -1,0 +1,146 @@
+"""Convolutions: y[o] = Σᵢ W[o, i] * x[i] + b[o], per group of channels."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fxprune.algebra import Named
+from fxprune.channels import remap
+from fxprune.patterns.linear import add_bias
+from fxprune.registry import module, op
+
+
+def convolve(a, call, x, weight, bias, groups, *, transposed, border):
+    """Each group's input channels are read by its filters; filters make the result's channels."""
+    shape = call.shape
+    w_shape, old = weight_shape(a, call, weight), weight_spec(a, call, weight)
+    kernel = w_shape[2:]
+    channel = len(x.shape) - len(kernel) - 1
+    x = a.freeze_dims(
+        x, [d for d in range(len(x.shape)) if d != channel],
+        "a convolution slides over them or they are its batch", call,
+    )  # fmt: skip
+    if groups > 1 and 1 in (old[0] // groups, old[1]):
+        groups = w_shape[0] // (old[0] // groups)  # groups go as a whole
+    reads, makes = w_shape[1], w_shape[0] // groups
+    if transposed:
+        reads, makes = makes, reads
+    first, second = (reads, makes) if transposed else (makes, reads)
+    view = (groups, first, second, *kernel)
+    i, o = (1, 2) if transposed else (2, 1)
+    parts = a.view(call, x, (*x.shape[:channel], groups, reads, *x.shape[channel + 1 :]))
+    if groups == 1:
+        flat = (first, second, *kernel)
+        w_in = call.tensor(weight, {"in": (i - 1,)}, flat)
+        w_out = call.tensor(weight, {"out": (o - 1,)}, flat)
+        a.consume(call, x, w_in, [(channel, i - 1)], border)
+        y = remap(w_out, {o - 1: channel}, shape)
+    else:
+        w_out = call.tensor(weight, {"out": tuple(sorted((0, o)))}, view)
+        made = remap(w_out, {0: 0, o: 1}, (groups, makes))
+        if reads == 1:  # depthwise: a group is one channel with its filters
+            taken = remap(parts, {channel: 0}, (groups, 1))
+            met = a.meet(call, [made, taken], None, (groups, makes))
+            made = a.emit(met, (0, 1), None)
+        else:
+            w_in = call.tensor(weight, {"in": tuple(sorted((0, i)))}, view)
+            a.consume(call, parts, w_in, [(channel, 0), (channel + 1, i)], border)
+            if makes == 1:  # a group goes with its one filter
+                taken = remap(parts, {channel: 0, channel + 1: 1}, (groups, reads))
+                a.meet(call, [made, taken], None, (groups, reads))
+            else:
+                hold_groups(a, made), hold_groups(a, remap(parts, {channel: 0, channel + 1: 1}, ()))
+        y = a.view(call, made, (groups * makes,))
+        y = remap(y, {0: channel}, shape)
+    return add_bias(a, call, y, bias, channel)
+
+
+def hold_groups(a, x):
+    """Every group keeps equally many channels."""
+    for axis in x.axes:
+        if axis.dims == (0, 1):
+            a.hold(axis, (0,))
+
+
+def weight_shape(a, call, weight):
+    """The weight's shape at the widths of this pass."""
+    value = a.member(call, weight) if isinstance(weight, str) else weight
+    return a.tensor_shape(value) if isinstance(value, Named) else value.shape
+
+
+def weight_spec(a, call, weight):
+    """The weight's shape in the model as it is."""
+    value = a.member(call, weight) if isinstance(weight, str) else weight
+    return value.spec.shape if isinstance(value, Named) else value.shape
+
+
+def border_of(transposed, padding, mode, kernel):
+    """Where zero padding or a transposed stride keeps a constant from staying one."""
+    if transposed:
+        return "pattern" if any(k > 1 for k in kernel) else ""
+    if mode != "zeros" or padding == "valid":
+        return ""
+    padded = isinstance(padding, str) or any(p > 0 for p in as_tuple(padding))
+    return "padding" if padded else ""
+
+
+def as_tuple(value):
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def widths(m, new):
+    view = new.views["weight"]
+    first, second = view[:2] if m.groups == 1 else view[1:3]
+    groups = 1 if m.groups == 1 else view[0]
+    reads, makes = (first, second) if m.transposed else (second, first)
+    return {
+        "in_channels": reads * groups,
+        "out_channels": makes * groups,
+        "groups": groups,
+    }
+
+
+@module(
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    kind="conv", attributes=widths, bias=True,
+)  # fmt: skip
+def conv_module(a, call):
+    m = call.module
+    border = border_of(m.transposed, m.padding, m.padding_mode, m.kernel_size)
+    return convolve(
+        a, call, call.channels(), "weight", "bias", m.groups, transposed=m.transposed, border=border
+    )
+
+
+@op("conv1d", "conv2d", "conv3d", kind="conv", bias=(2, "bias"))
+def conv_function(a, call):
+    weight = call.arg(1, "weight")
+    border = border_of(False, call.arg(4, "padding", 0), "zeros", ())
+    return convolve(
+        a, call, call.channels(), weight, call.arg(2, "bias"), call.arg(6, "groups", 1),
+        transposed=False, border=border,
+    )  # fmt: skip
+
+
+@op("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", kind="conv", bias=(2, "bias"))
+def conv_transpose_function(a, call):
+    weight = call.arg(1, "weight")
+    border = border_of(True, 0, "zeros", weight_shape(a, call, weight)[2:])
+    return convolve(
+        a, call, call.channels(), weight, call.arg(2, "bias"), call.arg(6, "groups", 1),
+        transposed=True, border=border,
+    )  # fmt: skip
+
+
+@op("convolution")
+def aten_convolution(a, call):
+    """aten's one form of all of them."""
+    transposed, weight = call.arg(6, "transposed"), call.arg(1, "weight")
+    border = border_of(
+        transposed, call.arg(4, "padding"), "zeros", weight_shape(a, call, weight)[2:]
+    )
+    return convolve(
+        a, call, call.channels(), weight, call.arg(2, "bias"), call.arg(8, "groups"),
+        transposed=transposed, border=border,
+    )  # fmt: skip
+

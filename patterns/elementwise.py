@@ -1,0 +1,78 @@
+"""Elementwise ops: y = f(x, …), operands meeting under broadcasting."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fxprune.registry import module, op
+
+ACTIVATIONS = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,
+    nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanhshrink, nn.Hardshrink,
+    nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LogSigmoid, nn.Threshold, nn.RReLU,
+)  # fmt: skip
+ACTIVATION_OPS = (
+    "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid", "tanh",
+    "softplus", "softshrink", "softsign", "tanhshrink", "hardshrink", "hardsigmoid", "hardswish",
+    "hardtanh", "logsigmoid", "threshold", "rrelu",
+)  # fmt: skip
+ARITHMETIC = (
+    "add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "pow", "neg",
+    "iadd", "isub", "imul", "itruediv", "radd", "rsub", "rmul", "rtruediv", "rdiv", "rpow",
+    "truediv", "floordiv", "maximum", "minimum", "fmax", "fmin", "abs", "exp", "expm1", "log",
+    "log1p", "log2", "log10", "sqrt", "rsqrt", "square", "sin", "cos", "erf", "sign", "floor",
+    "ceil", "round", "reciprocal", "clamp", "clip", "clamp_min", "clamp_max", "where",
+    "masked_fill", "lerp", "addcmul", "addcdiv", "nan_to_num", "eq", "ne", "lt", "le", "gt", "ge",
+    "logical_and", "logical_or", "logical_not", "isnan", "isfinite", "atan2", "hypot",
+)  # fmt: skip
+# The same values: a copy, a cast, another device or memory layout; dropout, which is off.
+SAME = (
+    "contiguous", "clone", "detach", "to", "type", "type_as", "float", "double", "half", "bfloat16",
+    "cpu", "cuda", "to_copy", "data", "requires_grad", "alias", "lift_fresh", "_to_copy",
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
+)  # fmt: skip
+
+
+@op(*ARITHMETIC)
+def elementwise(a, call):
+    return a.elementwise(call)
+
+
+@op(*ACTIVATION_OPS, kind="act")
+@module(*ACTIVATIONS, kind="act")
+def activation(a, call):
+    return a.elementwise(call)
+
+
+@op(*SAME, kind="same")
+@module(
+    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
+    nn.FeatureAlphaDropout, kind="same",
+)  # fmt: skip
+def same(a, call):
+    return call.channels()
+
+
+def slope_count(m, new):
+    return {"num_parameters": new.views["weight"][0]}
+
+
+@module(nn.PReLU, kind="act", attributes=slope_count)
+def prelu(a, call):
+    return slopes(a, call, "weight")
+
+
+@op("prelu", kind="act")
+def prelu_function(a, call):
+    return slopes(a, call, call.arg(1, "weight"))
+
+
+def slopes(a, call, weight):
+    """max(x, 0) + w · min(x, 0), with a slope a channel or one for all."""
+    x = call.channels()
+    w = call.tensor(weight, {"stat": (0,)})
+    dim = 1 if len(x.shape) > 1 else 0
+    wide = a.view(call, w, tuple(w.shape[0] if d == dim else 1 for d in range(len(x.shape))))
+    return a.meet(
+        call, [x, wide], lambda t: t[0].clamp(min=0) + t[1] * t[0].clamp(max=0), x.shape
+    )

@@ -1,0 +1,158 @@
+"""Reading and writing parts of a tensor by position."""
+
+from __future__ import annotations
+
+import torch
+
+from fxprune.algebra import Named
+from fxprune.channels import Channels
+from fxprune.registry import function, op
+from fxprune.trace import set_item
+
+
+def per_dim(x, index):
+    """An index as a list of (dimension of x or None for a new one, item)."""
+    index = index if isinstance(index, tuple) else (index,)
+    used = sum(1 for item in index if item is not None and item is not Ellipsis)
+    result, dim = [], 0
+    for item in index:
+        if item is Ellipsis:
+            skip = len(x.shape) - used
+            result += [(dim + i, slice(None)) for i in range(skip)]
+            dim += skip
+        elif item is None:
+            result.append((None, None))
+        else:
+            result.append((dim, item))
+            dim += 1
+    return result + [(d, slice(None)) for d in range(dim, len(x.shape))]
+
+
+def is_full(item):
+    return isinstance(item, slice) and item == slice(None)
+
+
+def moved_bounds(x, new, position, index):
+    """Slices and positions along channels, by the channels that are left."""
+    moved = []
+    for dim, item in per_dim(x, index):
+        keep = None if dim is None or is_full(item) else new.keep(position, dim)
+        if keep is not None and isinstance(item, slice) and item.step in (None, 1):
+            start, stop, _ = item.indices(len(keep))
+            item = slice(
+                None if item.start is None else int(keep[:start].sum()),
+                None if item.stop is None or stop >= len(keep) else int(keep[:stop].sum()),
+            )
+        elif keep is not None and isinstance(item, int):
+            item = int(keep[: item % len(keep)].sum())
+        moved.append(item)
+    return tuple(moved)
+
+
+def new_index(call, new):
+    """The index as it has to be, where it cuts along channels."""
+    x, index = call.channels(), call.arg(1, "index")
+    cuts = [d for d, item in per_dim(x, index) if d is not None and not is_full(item)]
+    if all(new.keep(0, d) is None for d in cuts):
+        return {}
+    moved = moved_bounds(x, new, 0, index)
+    return {(1, "index"): moved if isinstance(index, tuple) else moved[0]}
+
+
+@op("getitem", kind="getitem", resize=new_index)
+def getitem(a, call):
+    """Slices and constant indices run on the labels; an index that is data freezes its dimension."""
+    return pick(a, call, call.channels(), call.arg(1, "index"), call.shape)
+
+
+def pick(a, call, x, index, shape):
+    items, touched = [], []
+    for dim, item in per_dim(x, index):
+        if isinstance(item, list):
+            item = torch.tensor(item)
+        if isinstance(item, (Channels, Named)):
+            item = a.positions(call, item, x, dim)
+            if item is None or item.dtype == torch.bool:
+                a.freeze_all(x, f"positions that are data are read from it in {call.name}", call)
+                return Channels(shape)
+        if dim is not None and not is_full(item):
+            a.keep_rows(x, dim, item)
+            touched.append(dim)
+        items.append(item)
+    return a.move(call, x, lambda t: t[tuple(items)], shape, touched=touched)
+
+
+@function(set_item, resize=new_index)
+def setitem(a, call):
+    """What is written shares its units with where it is written."""
+    x, value = call.channels(), call.arg(2, "value")
+    if isinstance(value, (Channels, Named)):
+        value = a.channels(value)
+        index = call.arg(1, "index")
+        if any(isinstance(item, (Channels, Named, list)) for _, item in per_dim(x, index)):
+            a.freeze_all([x, value], f"positions that are data are written in {call.name}", call)
+            return a.forget(x)
+        shape = tuple(torch.empty(x.shape, device="meta")[index].shape)
+        part = pick(a, call, x, index, shape)
+        a.meet(call, [part, value], None, shape)
+    return a.forget(x)
+
+
+def new_select(call, new):
+    dim = call.arg(1, "dim") % len(call.channels().shape)
+    keep = new.keep(0, dim)
+    at = call.arg(2, "index")
+    return {} if keep is None else {(2, "index"): int(keep[: at % len(keep)].sum())}
+
+
+@op("select", resize=new_select)
+def select(a, call):
+    x, dim = call.channels(), call.arg(1, "dim") % len(call.channels().shape)
+    at = call.arg(2, "index")
+    a.keep_rows(x, dim, at)
+    return a.move(call, x, lambda t: t.select(dim, at), touched=[dim])
+
+
+def new_narrow(call, new):
+    dim = call.arg(1, "dim") % len(call.channels().shape)
+    keep = new.keep(0, dim)
+    if keep is None:
+        return {}
+    start = call.arg(2, "start") % len(keep)
+    return {(2, "start"): int(keep[:start].sum()), (3, "length"): new.result[dim]}
+
+
+@op("narrow", resize=new_narrow)
+def narrow(a, call):
+    x, dim = call.channels(), call.arg(1, "dim") % len(call.channels().shape)
+    start = call.arg(2, "start") % x.shape[dim]
+    return a.move(call, x, lambda t: t.narrow(dim, start, call.shape[dim]), touched=[dim])
+
+
+@op("slice")
+def aten_slice(a, call):
+    x, dim = call.channels(), call.arg(1, "dim", 0) % len(call.channels().shape)
+    bounds = slice(call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1))
+    if x.axis(dim) is not None and bounds.indices(x.shape[dim]) != (0, x.shape[dim], 1):
+        return a.unknown(call)  # beneath a call, where no code is there to take new bounds
+    return a.move(
+        call, x, lambda t: t[(slice(None),) * dim + (bounds,)], touched=[dim]
+    )
+
+
+@op("index_select")
+def index_select(a, call):
+    x, dim = call.channels(), call.arg(1, "dim") % len(call.channels().shape)
+    at = a.positions(call, call.arg(2, "index"), x, dim)
+    if at is None:
+        a.freeze_all(x, f"positions that are data are read from it in {call.name}", call)
+        return a.rigid_result(call)
+    return a.move(call, x, lambda t: t.index_select(dim, at), touched=[dim])
+
+
+@op("masked_select", "nonzero", "argmax", "argmin", "argsort", "sort", "topk", "multinomial",
+    "bincount", "unique")  # fmt: skip
+def data_dependent(a, call):
+    """Positions or an order come out: along channels these would mean something else."""
+    return a.unknown_along(call, f"{call.pattern.name} depends on which channels there are")
+

@@ -1,0 +1,50 @@
+"""Linear layers: y[..., o] = Σᵢ W[o, i] x[..., i] + b[o]."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fxprune.registry import module, op
+
+
+def dense(a, call, x, weight, bias):
+    """x's last dimension is read by W's rows' entries; W's rows make the result's last dimension."""
+    w = call.tensor(weight, {"out": (0,), "in": (1,)})
+    last = len(x.shape) - 1
+    shape = (*x.shape[:-1], w.shape[0])
+    free = {d: d for d in range(last)}
+    y = a.contract(call, x, w, [(last, 1)], [], free, {0: last}, shape)
+    return add_bias(a, call, y, bias, last)
+
+
+def add_bias(a, call, y, bias, dim):
+    """y + b along one dimension; what is added to a removed channel is what it then says."""
+    b = call.tensor(bias, {"shift": (0,)})
+    if b is None:
+        return y
+    wide = a.view(call, b, tuple(n if d == dim else 1 for d, n in enumerate(y.shape)))
+    return a.meet(call, [y, wide], lambda t: t[0] + t[1], y.shape)
+
+
+def widths(m, new):
+    out_features, in_features = new.views["weight"]
+    return {"out_features": out_features, "in_features": in_features}
+
+
+@module(nn.Linear, kind="linear", attributes=widths, bias=True)
+def linear_module(a, call):
+    return dense(a, call, call.channels(), "weight", "bias")
+
+
+@op("linear", kind="linear", bias=(2, "bias"))
+def linear_function(a, call):
+    return dense(a, call, call.channels(), call.arg(1, "weight"), call.arg(2, "bias"))
+
+
+@op("addmm")
+def addmm(a, call):
+    """b + x W: aten's form of a linear layer."""
+    x, w = a.channels(call.arg(1, "mat1")), a.channels(call.arg(2, "mat2"))
+    y = a.contract(call, x, w, [(1, 0)], [], {0: 0}, {1: 1}, (x.shape[0], w.shape[1]))
+    b = a.channels(call.arg(0, "input"))
+    return a.meet(call, [b, y], lambda t: t[0] + t[1], y.shape)

@@ -1,0 +1,125 @@
+"""Products of tensors: sums over a shared dimension."""
+
+from __future__ import annotations
+
+
+from fxprune.algebra import broadcast_shape
+from fxprune.channels import remap
+from fxprune.registry import op
+
+
+@op("matmul", "bmm", "mm", "mv", "dot", "rmatmul", "inner_product")
+def matmul(a, call):
+    """(…, n, k) @ (…, k, m): k shares its units and ends."""
+    x, y = a.channels(call.inputs[0]), a.channels(call.inputs[1])
+    if call.pattern.name == "rmatmul":
+        x, y = y, x
+    return product(a, call, x, y)
+
+
+def product(a, call, x, y):
+    first, second = len(x.shape) == 1, len(y.shape) == 1
+    if first:
+        x = a.view(call, x, (1, *x.shape))
+    if second:
+        y = a.view(call, y, (*y.shape, 1))
+    lead = broadcast_shape([x.shape[:-2], y.shape[:-2]])
+    rank = len(lead) + 2
+    x, y = lift(x, rank), lift(y, rank)
+    shape = (*lead, x.shape[-2], y.shape[-1])
+    batch = [(d, d, d) for d in range(len(lead))]
+    k = rank - 1
+    result = a.contract(
+        call, x, y, [(k, k - 1)], batch, {k - 1: k - 1}, {k: k}, shape
+    )
+    if first or second:
+        ends = [*lead, *([] if first else [shape[-2]]), *([] if second else [shape[-1]])]
+        result = a.view(call, result, tuple(ends))
+    return result
+
+
+def lift(x, rank):
+    """Leading dimensions of size 1."""
+    by = rank - len(x.shape)
+    return remap(x, {d: d + by for d in range(len(x.shape))}, (1,) * by + x.shape)
+
+
+@op("baddbmm", "addbmm")
+def baddbmm(a, call):
+    y = product(a, call, a.channels(call.inputs[1]), a.channels(call.inputs[2]))
+    return a.meet(call, [a.channels(call.inputs[0]), y], lambda t: t[0] + t[1], y.shape)
+
+
+@op("einsum")
+def einsum(a, call):
+    """Two operands at a time; letters that only one of them has are summed first."""
+    equation, operands = call.arg(0, "equation"), call.inputs
+    if not isinstance(equation, str) or "..." in equation or len(operands) > 2:
+        return a.unknown(call)
+    left, _, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if any(len(set(t)) != len(t) for t in terms) or not right:
+        return a.unknown(call)
+    parts = [roles(call, value, term, terms, right) for value, term in zip(operands, terms, strict=True)]
+    alone = [(x, t) for x, t in zip(parts, terms, strict=True)]
+    alone = [sum_out(a, call, x, t, {c for u in terms if u is not t for c in u} | set(right))
+             for x, t in alone]  # fmt: skip
+    if len(alone) == 1:
+        x, term = alone[0]
+        return remap(x, {i: right.index(c) for i, c in enumerate(term)}, call.shape)
+    (x, s), (y, t) = alone
+    contracted = [(s.index(c), t.index(c)) for c in s if c in t and c not in right]
+    batch = [(s.index(c), t.index(c), right.index(c)) for c in s if c in t and c in right]
+    free_x = {i: right.index(c) for i, c in enumerate(s) if c not in t}
+    free_y = {i: right.index(c) for i, c in enumerate(t) if c not in s}
+    sizes = dict(zip(s, x.shape, strict=True)) | dict(zip(t, y.shape, strict=True))
+    shape = tuple(sizes[c] for c in right)
+    return a.contract(call, x, y, contracted, batch, free_x, free_y, shape)
+
+
+def roles(call, value, term, terms, right):
+    """A parameter's letters that are summed with the other operand are read, the free ones made."""
+    others = {c for other in terms if other is not term for c in other}
+    axes = {}
+    for i, c in enumerate(term):
+        role = "in" if c in others and c not in right else "out" if c not in others else "bare"
+        axes[role if role not in axes else f"bare{i}"] = (i,)
+    return call.tensor(value, axes)
+
+
+def sum_out(a, call, x, term, needed):
+    gone = [i for i, c in enumerate(term) if c not in needed]
+    return (a.reduce(call, x, gone, False) if gone else x), "".join(c for c in term if c in needed)
+
+
+@op("outer")
+def outer(a, call):
+    x, y = (a.channels(v) for v in call.inputs)
+    column = a.view(call, x, (*x.shape, 1))
+    return a.meet(call, [column, y], lambda t: t[0] * t[1])
+
+
+@op("bilinear")
+def bilinear(a, call):
+    return a.unknown(call)
+
+
+@op("scaled_dot_product_attention")
+def attention(a, call):
+    """softmax(q kᵀ) v: q and k share their head dimension's units, all of them share heads."""
+    q, k, v = (a.channels(value) for value in call.inputs[:3])
+    if call.kwargs.get("enable_gqa"):
+        return a.unknown(call)
+    rank = len(q.shape)
+    scores = product(a, call, q, turned(k, rank))
+    masks = [a.channels(value) for value in call.inputs[3:]]
+    scores = a.meet(call, [scores, *masks], None, scores.shape)
+    scores = a.freeze_dims(scores, [rank - 1], "softmax mixes them", call)
+    return product(a, call, scores, v)
+
+
+def turned(x, rank):
+    order = {d: d for d in range(rank - 2)} | {rank - 2: rank - 1, rank - 1: rank - 2}
+    return remap(x, order, (*x.shape[:-2], x.shape[-1], x.shape[-2]))
+
+

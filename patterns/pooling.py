@@ -1,0 +1,137 @@
+"""Pooling and resizing: windows over positions, each channel by itself."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fxprune.channels import Channels
+from fxprune.registry import module, op
+
+MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d,
+       nn.AdaptiveMaxPool3d, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)  # fmt: skip
+AVERAGE = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+ADAPTIVE = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
+
+
+def windows(a, call, x, dims, *, constant=True):
+    """Channels pass; positions become other positions. A constant map stays what it is."""
+    x = a.freeze_dims(x, dims, "a window slides over them", call)
+    x = a.through_window(x) if constant else a.forget(x)
+    results = call.spec if isinstance(call.spec, (tuple, list)) else [call.spec]
+    shapes = [resized(x, spec.shape, len(results) == 1 and call.shape) for spec in results]
+    values = [Channels(shape, x.axes) for shape in shapes]
+    return values[0] if not isinstance(call.spec, (tuple, list)) else tuple(values)
+
+
+def resized(x, shape, known):
+    """The result's shape at this pass's widths: positions as recorded, channels as they come in."""
+    if known:
+        return known
+    labelled = {d for axis in x.axes for d in axis.dims}
+    return tuple(x.shape[d] if d in labelled else n for d, n in enumerate(shape))
+
+
+def spatial(call):
+    """How many dimensions the windows have, by the name of the class or function: …pool2d."""
+    word = type(call.module).__name__ if call.module is not None else call.pattern.name
+    return next(int(c) for c in word if c.isdigit())
+
+
+def pool(a, call, *, constant=True):
+    x = call.channels()
+    rank = len(x.shape)
+    return windows(a, call, x, range(rank - spatial(call), rank), constant=constant)
+
+
+@module(*MAX, kind="pool")
+@op("max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d",
+    "adaptive_max_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices",
+    "max_pool1d_with_indices", kind="pool")  # fmt: skip
+@module(*ADAPTIVE, kind="pool")
+@op("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", kind="pool")
+def unpadded_pool(a, call):
+    """Padding of a max is -∞, adaptive windows have none: a constant stays one."""
+    return pool(a, call)
+
+
+def average(a, call, padding, counts_padding):
+    y = pool(a, call)
+    padded = any(p > 0 for p in (padding if isinstance(padding, (tuple, list)) else (padding,)))
+    return a.bordered(y) if padded and counts_padding else y
+
+
+@module(*AVERAGE, kind="pool")
+def average_pool(a, call):
+    m = call.module
+    return average(a, call, m.padding, m.count_include_pad)
+
+
+@op("avg_pool1d", "avg_pool2d", "avg_pool3d", kind="pool")
+def average_pool_function(a, call):
+    return average(a, call, call.arg(3, "padding", 0), call.arg(5, "count_include_pad", True))
+
+
+@module(nn.LPPool1d, nn.LPPool2d, kind="pool")
+@op("lp_pool1d", "lp_pool2d", kind="pool")
+def power_pool(a, call):
+    return pool(a, call, constant=False)
+
+
+@module(nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d, kind="resize")
+@op("interpolate", "upsample", "upsample_nearest", "upsample_bilinear", kind="resize")
+def interpolate(a, call):
+    """Weights of neighbours sum to one."""
+    x = call.channels()
+    return windows(a, call, x, range(2, len(x.shape)))
+
+
+@op("grid_sample", kind="resize")
+def grid_sample(a, call):
+    x = call.channels()
+    a.freeze_all(call.arg(1, "grid"), "positions are read from it", call)
+    return windows(a, call, x, range(2, len(x.shape)), constant=False)
+
+
+PADS = (
+    nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d,
+    nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d, nn.ReplicationPad1d,
+    nn.ReplicationPad2d, nn.ReplicationPad3d, nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d,
+)  # fmt: skip
+
+
+def pad(a, call, amounts, mode, value):
+    """Along channels a pad is slices that stay; around positions it is a border."""
+    from torch.nn import functional as F
+
+    x = call.channels()
+    rank = len(x.shape)
+    dims = [rank - 1 - i // 2 for i, n in enumerate(amounts) if n]
+    if mode != "constant":
+        return windows(a, call, a.freeze_dims(x, dims, "they are padded", call), dims)
+    value = 0.0 if value is None else value
+
+    def padded(t):
+        inside = [0 if t.size(rank - 1 - i // 2) == 1 else n for i, n in enumerate(amounts)]
+        return F.pad(t, inside, value=value if t.is_floating_point() else 0)
+
+    labelled = {d for axis in x.axes for d in axis.dims}
+    y = a.move(call, x, padded, call.shape, touched=set(dims) & labelled)
+    if set(dims) <= labelled:
+        return y
+    return a.bordered(y) if value == 0 else a.forget(y)
+
+
+@module(*PADS, kind="pad")
+def pad_module(a, call):
+    m = call.module
+    name = type(m).__name__
+    mode = "constant" if name.startswith(("Zero", "Constant")) else "edge"
+    return pad(a, call, list(m.padding), mode, getattr(m, "value", 0.0))
+
+
+@op("pad", "constant_pad_nd", kind="pad")
+def pad_function(a, call):
+    mode = call.arg(2, "mode", "constant")
+    if not isinstance(mode, str):  # aten: constant_pad_nd(x, pad, value)
+        return pad(a, call, list(call.arg(1, "pad")), "constant", mode)
+    return pad(a, call, list(call.arg(1, "pad")), mode, call.arg(3, "value", 0.0))

@@ -1,0 +1,101 @@
+"""Recurrent layers: the gates' rows of one hidden unit go together, and what reads it back.
+
+A masked unit has zero weights and zero biases, and emits zero from a zero state.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fxprune.channels import Channels, remap
+from fxprune.patterns.joining import end_to_end, stack_parts
+from fxprune.registry import module
+
+GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
+
+
+def sizes(m, new):
+    found = {
+        "input_size": new.views["weight_ih_l0"][2],
+        "hidden_size": new.views["weight_ih_l0"][1],
+    }
+    if m.proj_size:
+        found["proj_size"] = new.views["weight_hr_l0"][0]
+    return found
+
+
+def refresh(m):
+    """The layer keeps a list of its own of the weights, in one block of memory on a GPU."""
+    m._flat_weights = [getattr(m, name) for name in m._flat_weights_names]
+    m.flatten_parameters()
+
+
+@module(nn.LSTM, nn.GRU, nn.RNN, kind="lstm", attributes=sizes, bias=True, refresh=refresh)
+def recurrent(a, call):
+    m, x = call.module, call.arg(0, "input")
+    if not isinstance(x, Channels):
+        return a.unknown(call)  # a packed sequence
+    last = len(x.shape) - 1
+    x = a.freeze_dims(x, range(last), "a recurrent layer runs along them", call)
+    tails = ["", "_reverse"] if m.bidirectional else [""]
+    cells, outs, inputs = [], [], x
+    for layer in range(m.num_layers):
+        ends = []
+        for tail in tails:
+            cell, out = one_layer(a, call, inputs, f"_l{layer}{tail}")
+            cells.append(cell)
+            ends.append(out)
+        outs += ends
+        inputs = along_last(a, call, ends, x.shape[:-1])
+    # One hidden_size serves every layer and direction: they keep equally many units each.
+    states = [stack_parts(a, call, outs, 0)]
+    if m.mode == "LSTM":
+        states.append(stack_parts(a, call, cells, 0))
+    state_spec = call.spec[1][0] if m.mode == "LSTM" else call.spec[1]
+    batch = state_spec.shape[1:-1]
+    states = [
+        remap(s, {0: 0, 1: 1 + len(batch)}, (s.shape[0], *batch, s.shape[1])) for s in states
+    ]
+    given = call.arg(1, "hx")
+    for state, s in zip(given if isinstance(given, tuple) else [given], states, strict=False):
+        if state is not None:
+            state = a.channels(state)
+            a.meet(call, [s, state], None, s.shape)
+            a.needs_zero(call, state, [len(s.shape) - 1])
+    return inputs, tuple(states) if m.mode == "LSTM" else states[0]
+
+
+def one_layer(a, call, x, tail):
+    """(cell units, output units) of one layer in one direction, as vectors."""
+    m = call.module
+    gates = GATES[m.mode]
+    ih = call.view_of(f"weight_ih{tail}", (gates, -1, x.shape[-1]))
+    cell = vector(call.tensor(f"weight_ih{tail}", {"out": (1,)}, ih), 1)
+    reads = call.tensor(f"weight_ih{tail}", {"in": (2,)}, ih)
+    a.consume(call, x, reads, [(len(x.shape) - 1, 2)])
+    back = call.view_of(f"weight_hh{tail}", (gates, ih[1], -1))
+    parts = [vector(call.tensor(f"weight_hh{tail}", {"out": (1,)}, back), 1)]
+    for name in ("bias_ih", "bias_hh"):
+        b = call.tensor(f"{name}{tail}", {"out": (1,)}, (gates, ih[1]))
+        parts += [] if b is None else [vector(b, 1)]
+    cell = a.emit(a.meet(call, [cell, *parts], None), (0,), None)
+    out = cell
+    if m.proj_size:
+        projection = call.tensor(f"weight_hr{tail}", {"in": (1,)})
+        a.consume(call, cell, projection, [(0, 1)])
+        out = vector(call.tensor(f"weight_hr{tail}", {"out": (0,)}), 0)
+    a.consume(call, out, call.tensor(f"weight_hh{tail}", {"in": (2,)}, back), [(0, 2)])
+    return cell, out
+
+
+def vector(x, dim):
+    return remap(x, {dim: 0}, (x.shape[dim],))
+
+
+def along_last(a, call, ends, lead):
+    """The directions' units, one after the other, on the last dimension."""
+    rank = len(lead)
+    width = sum(e.shape[0] for e in ends)
+    axis = end_to_end(a, call, ends, 0) if any(e.axes for e in ends) else None
+    flat = Channels((width,), () if axis is None else (axis,))
+    return remap(flat, {0: rank}, (*lead, width))

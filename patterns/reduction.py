@@ -1,0 +1,108 @@
+"""Reductions: one value over whole dimensions."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fxprune.algebra import Named
+from fxprune.channels import Channels
+from fxprune.registry import module, op
+
+
+def over(call, position, x):
+    """The dimensions a reduction goes over; all of them where none is given."""
+    dims = call.arg(position, "dim", call.kwargs.get("axis"))
+    if dims is None or (isinstance(dims, (tuple, list)) and not dims):
+        return list(range(len(x.shape)))
+    return [dims] if isinstance(dims, int) else list(dims)
+
+
+def reduce(a, call, dim_at=1, keep_at=2):
+    x = call.channels()
+    if isinstance(call.arg(dim_at, "dim"), (Channels, Named)):  # torch.max(x, y)
+        return a.elementwise(call)
+    dims = over(call, dim_at, x)
+    keepdim = bool(call.arg(keep_at, "keepdim", False))
+    y = a.reduce(call, x, dims, keepdim)
+    return y if not isinstance(call.spec, (tuple, list)) else tuple(y for _ in call.spec)
+
+
+@op("mean", "amax", "amin", "max", "min", "median", kind="pool")
+def level(a, call):
+    """The mean, largest or smallest of a constant map is the constant."""
+    x = call.channels()
+    y = reduce(a, call)
+    return a.levelled(call, x, y, over(call, 1, x)) if isinstance(y, Channels) else y
+
+
+@op("sum", "nansum", "prod", "any", "all", "count_nonzero", "cumsum_all")
+def total(a, call):
+    return reduce(a, call)
+
+
+@op("logsumexp")
+def logsumexp(a, call):
+    return reduce(a, call)
+
+
+@op("norm", "linalg_vector_norm", "vector_norm")
+def norm(a, call):
+    return reduce(a, call, 2, 3)
+
+
+@op("var", "std", "var_mean", "std_mean")
+def spread(a, call):
+    x = call.channels()
+    dims = over(call, 1, x)
+    if isinstance(call.arg(1, "dim"), bool):
+        dims = range(len(x.shape))
+    y = a.reduce(call, x, dims, bool(call.kwargs.get("keepdim", call.arg(3, "keepdim", False))))
+    return y if not isinstance(call.spec, (tuple, list)) else tuple(y for _ in call.spec)
+
+
+@op("softmax", "log_softmax", "softmin", "gumbel_softmax", "normalize", "cosine_similarity",
+    "cumsum", "cumprod", "logcumsumexp", "renorm")  # fmt: skip
+def across(a, call):
+    """Every slice depends on all others: along channels, fewer of them are another function."""
+    return across_dim(a, call, call.arg(1, "dim", -1))
+
+
+def across_dim(a, call, dim):
+    x = call.channels()
+    if not isinstance(dim, int):
+        return a.unknown(call)
+    rest = a.freeze_dims(x, [dim % len(x.shape)], f"{call.pattern.name} mixes its channels", call)
+    return a.forget(rest)
+
+
+@module(nn.Softmax, nn.LogSoftmax, nn.Softmin)
+def softmax_module(a, call):
+    dim = call.module.dim
+    return across_dim(a, call, -1 if dim is None else dim)
+
+
+@module(nn.Softmax2d)
+def softmax_2d(a, call):
+    return across_dim(a, call, -3)
+
+
+@module(nn.LocalResponseNorm)
+@op("local_response_norm")
+def neighbours(a, call):
+    return across_dim(a, call, 1)
+
+
+@module(nn.GLU, kind="act")
+@op("glu", kind="act")
+def glu(a, call):
+    """First half times sigmoid of the second: i pairs with i + C/2."""
+    x = call.channels()
+    dim = (call.module.dim if call.module else call.arg(1, "dim", -1)) % len(x.shape)
+    half = x.shape[dim] // 2
+    shape = tuple(half if d == dim else n for d, n in enumerate(x.shape))
+    first, second = (
+        a.move(call, x, lambda t, s=s: t.narrow(dim, s, half), shape, touched=[dim])
+        for s in (0, half)
+    )
+    return a.meet(call, [first, second], lambda t: t[0] * torch.sigmoid(t[1]), shape)
