@@ -438,6 +438,9 @@ class Algebra:
             result[rank + i] = free_x[d]
         for i, d in enumerate(sorted(set(range(len(w.shape))) - {b for _, b in pairs})):
             result[rank + extra_x + i] = free_w[d]
+        for operand, dims in ((x, free_x), (w, free_w)):
+            for axis in operand.touching(dims):
+                self.makes(axis)
         axes = []
         for axis in met.axes:
             over = ended & set(axis.dims)
@@ -464,10 +467,7 @@ class Algebra:
         if self.attention == "head_dim":
             self.hold(axis, rest)
             return None
-        index = tuple(slice(None) if d in rest else slice(0, 1) for d in axis.dims)
-        head = axis.units[index]
-        self.join(replace(axis, source=None), Axis(axis.dims, head.expand(axis.units.shape)), call)
-        return Axis(rest, head.reshape([n for n, d in zip(head.shape, axis.dims) if d in rest]))
+        return self.tie(call, replace(axis, constant=None), rest)
 
     def consume(
         self,
@@ -506,11 +506,7 @@ class Algebra:
             if over and not rest:
                 self.ended(axis, call)
             elif over:
-                index = tuple(slice(None) if d in rest else slice(0, 1) for d in axis.dims)
-                head = axis.units[index].expand(axis.units.shape)
-                self.join(replace(axis, source=None), Axis(axis.dims, head), call)
-                units, _ = compact(axis.units, None, tuple(axis.dims.index(d) for d in rest))
-                axes.append(Axis(rest, units))
+                axes.append(self.tie(call, replace(axis, constant=None), rest))
             else:
                 axes.append(axis if exact else self.reduced(axis))
         return remap(Channels(x.shape, tuple(axes)), where, shape)
@@ -522,11 +518,34 @@ class Algebra:
                 self.freeze(axis, reason, call)
 
     def freeze_dims(self, x: Channels, dims: Iterable[int], reason: str, call: Call) -> Channels:
-        """The channels on ``dims`` stay whole, and end here."""
-        axes = x.touching(dims)
-        for axis in axes:
-            self.freeze(axis, reason, call)
-        return x.without(axes)
+        """Nothing along ``dims`` can go: their channels stay, or go with a whole slice of the rest."""
+        dims = set(dims)
+        axes = []
+        for axis in x.axes:
+            if dims.isdisjoint(axis.dims):
+                axes.append(axis)
+            elif dims >= set(axis.dims):
+                self.freeze(axis, reason, call)
+            else:
+                axes.append(self.tie(call, axis, [d for d in axis.dims if d not in dims]))
+        return replace(x, axes=tuple(axes))
+
+    def tie(self, call: Call, axis: Axis, rest: Sequence[int]) -> Axis:
+        """A cut axis as one over ``rest`` alone: slices go whole along the other dimensions."""
+        index = tuple(slice(None) if d in rest else slice(0, 1) for d in axis.dims)
+        head = axis.units[index]
+        self.join(replace(axis, source=None), Axis(axis.dims, head.expand(axis.units.shape)), call)
+        sizes = [n for n, d in zip(axis.units.shape, axis.dims, strict=True) if d in rest]
+        constant = axis.constant
+        if constant is not None:
+            first = constant[index]
+            over = [i for i, d in enumerate(axis.dims) if d not in rest]
+            level = (constant == first).all(over[0]) if len(over) == 1 else (
+                (constant == first).flatten(over[0], over[-1]).all(over[0])
+                if over == list(range(over[0], over[-1] + 1)) else torch.zeros(sizes).bool()
+            )  # fmt: skip
+            constant = torch.where(level.reshape(sizes), first.reshape(sizes), torch.nan)
+        return Axis(tuple(rest), head.reshape(sizes), constant, axis.border)
 
     # -- what the passes define ---------------------------------------------------------------
 
@@ -578,6 +597,9 @@ class Algebra:
     def reduced(self, axis: Axis) -> Axis:
         """An axis after a reduction over other dimensions."""
         return axis
+
+    def makes(self, axis: Axis) -> None:
+        """A product has the axis as a free one: a parameter used bare makes channels with it."""
 
     def contracted(
         self, call: Call, x: Channels, w: Channels, dims: Sequence[int], border: str

@@ -35,7 +35,7 @@ class Read:
     dead: Tensor
     constant: Tensor
     border: str
-    out_dims: tuple[int, ...]  # of the weight's view, along which it makes its outputs
+    out: SourceAxis | None  # the weight's axis that makes the outputs
 
 
 class Constants(Algebra):
@@ -59,7 +59,7 @@ class Constants(Algebra):
     ) -> None:
         super().__init__(trace, attention=attention)
         self._sources = {(s.name, s.view, s.dims): s for s in relations.sources}
-        self._out_dims = {s.name: s.dims for s in relations.sources if s.role == "out"}
+        self._makers = {s.name: s for s in relations.sources if s.role == "out"}
         self._classes = torch.from_numpy(relations.classes)
         self._removed = torch.from_numpy(removed)
         self._silent = torch.from_numpy(silent)
@@ -69,6 +69,16 @@ class Constants(Algebra):
 
     def _is(self, flags: Tensor, units: Tensor) -> Tensor:
         return flags[self._classes[units]]
+
+    def is_removed(self, axis: SourceAxis) -> Tensor:
+        """For each slice of a parameter axis, whether the mask switches it off."""
+        return self._is(self._removed, axis.labels())
+
+    def read(self, name: str) -> Tensor:
+        """A tensor of the model by name."""
+        if name in self.trace.constants:
+            return self.trace.constants[name]
+        return read_attribute(self._model, name).detach()
 
     # -- values ---------------------------------------------------------------------------------
 
@@ -85,12 +95,7 @@ class Constants(Algebra):
     def _one(self, value: Named) -> float | None:
         if torch.Size(value.spec.shape).numel() != 1 or not value.spec.dtype.is_floating_point:
             return None
-        return float(self._read(value.name))
-
-    def _read(self, name: str) -> Tensor:
-        if name in self.trace.constants:
-            return self.trace.constants[name]
-        return read_attribute(self._model, name).detach()
+        return float(self.read(value.name))
 
     def _born(self, axis: SourceAxis, units: Tensor) -> Tensor:
         """Constants of a parameter's own slices under the mask."""
@@ -100,7 +105,7 @@ class Constants(Algebra):
         whole = torch.Size(axis.view).numel() == axis.size
         if not whole or axis.role == "out":
             return torch.where(dead, 0.0, torch.nan).double()
-        values = self._read(axis.name).double().cpu().reshape(axis.view)
+        values = self.read(axis.name).double().cpu().reshape(axis.view)
         values = values.movedim(axis.dims, tuple(range(len(axis.dims)))).reshape(units.shape)
         if axis.role == "stat":
             return values
@@ -177,7 +182,7 @@ class Constants(Algebra):
             if weight is not None and set(other.dims) <= set(weight.dims):
                 constant = other.over(weight.dims, _or_nan(other)).expand(weight.units.shape)
                 border = border or ("padding" if other.border else "")
-                out = self._out_dims.get(weight.source.name, ())
+                out = self._makers.get(weight.source.name)
                 read = Read(call, weight.source, dead, constant.clone(), border, out)
                 self.reads.append(read)
             else:

@@ -7,13 +7,14 @@ joins are kept as arrays and solved at once (connected components), so no loop r
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import networkx as nx
 import numpy as np
 import torch
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
+from torch import fx
 
 from .algebra import Algebra, Call, Named, Roles
 from .channels import FROZEN, Axis, Channels, SourceAxis, varying
@@ -37,6 +38,7 @@ class Note:
     reason: str
     where: str
     line: str = ""
+    node: fx.Node | None = None
 
 
 @dataclass
@@ -53,6 +55,7 @@ class Relations:
 
     sources: list[SourceAxis]
     classes: np.ndarray  # label -> class; class 0 stays
+    component: np.ndarray  # class -> group
     bins: list[Bin]
     frozen: list[Note]
     approximate: list[Note]
@@ -98,14 +101,24 @@ class Discover(Algebra):
                 self._check_view(axis)
             source = self._by_key[key]
             if source.role.startswith("bare") and not role.startswith("bare"):
-                self._by_key[key] = source = SourceAxis(**{**vars(source), "role": role})
-                index = next(i for i, s in enumerate(self.sources) if s.first == source.first)
-                self.sources[index] = source
+                self._set_role(self.sources.index(source), role)
+                source = self._by_key[key]
             result = Axis(dims, source.labels(), source=source)
             if len(dims) > 1:
                 self.rectangle(result, None)
             axes.append(result)
         return Channels(view, tuple(axes))
+
+    def makes(self, axis: Axis) -> None:
+        starts = np.array([s.first for s in self.sources] or [0])
+        for i in np.unique(np.searchsorted(starts, axis.units.reshape(-1).numpy(), side="right") - 1):
+            if i >= 0 and self.sources[i].role.startswith("bare"):
+                self._set_role(int(i), "out")
+
+    def _set_role(self, index: int, role: str) -> None:
+        old = self.sources[index]
+        self.sources[index] = replace(old, role=role)
+        self._by_key[old.name, old.view, old.dims] = self.sources[index]
 
     def _check_view(self, axis: SourceAxis) -> None:
         """A tensor that is seen in two ways (two group counts, say) is left whole."""
@@ -134,7 +147,10 @@ class Discover(Algebra):
         self.frozen.append(Note(units, reason, name, line))
 
     def approximate(self, axis: Axis, call: Call) -> None:
-        self.counted.append(Note(axis.units.reshape(-1), call.name, call.name))
+        if call.node.graph is not self.trace.graph:  # beneath a call, out of the reference's reach
+            self.freeze(axis, f"{call.name} counts them", call)
+        else:
+            self.counted.append(Note(axis.units.reshape(-1), "", call.name, node=call.node))
 
     def rectangle(self, axis: Axis, call: Call | None) -> None:
         if len(axis.dims) > 1 and id(axis.units) not in self._rectangles:
@@ -151,64 +167,107 @@ class Discover(Algebra):
     # -- the answer -----------------------------------------------------------------------------
 
     def relations(self) -> Relations:
-        classes = self._solve()
-        bins: list[Bin] = []
-        for rectangle in self._rectangles.values():
-            bins += self._cut_rectangle(rectangle, classes)
-        graph = self._dependency_graph(bins, classes)
+        natural, frozen = self._solve()
+        # Classes that stay are one class, 0; no class of its own has that number.
+        classes = np.where(frozen[natural], 0, natural + 1)
+        bins = [
+            bin_ for rectangle in self._rectangles.values()
+            if (bin_ := self._cut_rectangle(rectangle, classes)) is not None
+        ]  # fmt: skip
+        components = self._components(natural, classes, bins)
+        graph = self._dependency_graph(natural, components, bins)
         return Relations(
-            self.sources, classes, bins, self.frozen, self.counted, graph, self.values
+            self.sources, classes, np.concatenate([[-1], components]), bins, self.frozen, self.counted, graph, self.values
         )
 
-    def _solve(self) -> np.ndarray:
-        """Class of each label; the class of FROZEN is 0."""
-        size = self._next
-        if self._joins:
-            rows = np.concatenate([a for a, _ in self._joins])
-            columns = np.concatenate([b for _, b in self._joins])
-        else:
-            rows = columns = np.zeros(0, dtype=np.int64)
-        links = coo_array((np.ones(len(rows), dtype=np.int8), (rows, columns)), shape=(size, size))
-        _, classes = connected_components(links, directed=False)
-        return np.where(classes == classes[FROZEN], 0, np.where(classes == 0, classes[FROZEN], classes))
+    def _solve(self) -> tuple[np.ndarray, np.ndarray]:
+        """(class of each label, whether each class was joined to what stays)."""
+        empty = np.zeros(0, dtype=np.int64)
+        left = np.concatenate([empty, *(a for a, _ in self._joins)])
+        right = np.concatenate([empty, *(b for _, b in self._joins)])
+        real = (left != FROZEN) & (right != FROZEN)
+        classes = components_of(left[real], right[real], self._next)
+        frozen = np.zeros(int(classes.max()) + 1, dtype=bool)
+        frozen[classes[np.maximum(left[~real], right[~real])]] = True
+        frozen[classes[FROZEN]] = True
+        return classes, frozen
 
-    def _cut_rectangle(self, rectangle: Rectangle, classes: np.ndarray) -> list[Bin]:
+    def _components(self, natural: np.ndarray, classes: np.ndarray, bins: list[Bin]) -> np.ndarray:
+        """Group of each natural class: classes made by one producer, or balanced with each other.
+
+        A layer that reads (or normalises) the channels of several producers does not couple them.
+        """
+        links: list[np.ndarray] = [
+            np.unique(natural[s.first : s.first + s.size]) for s in self.sources if s.role == "out"
+        ]
+        made = np.zeros(int(natural.max()) + 1, dtype=bool)
+        for link in links:
+            made[link] = True
+        for source in self.sources:
+            rest = np.unique(natural[source.first : source.first + source.size])
+            links.append(rest[~made[rest]])
+        links += [np.unique(bin_.rows[bin_.rows > 0]) - 1 for bin_ in bins]
+        left = np.concatenate([link[:-1] for link in links] or [np.zeros(0, dtype=np.int64)])
+        right = np.concatenate([link[1:] for link in links] or [np.zeros(0, dtype=np.int64)])
+        return components_of(left, right, len(made))
+
+    def _cut_rectangle(self, rectangle: Rectangle, classes: np.ndarray) -> Bin | None:
         """How an array of units over several dimensions may shrink: one dimension gives, each
         slice along the others loses equally many."""
         units = torch.from_numpy(classes[rectangle.units.numpy()])
         dims = varying(units)
         if len(dims) < 2:
-            return []
+            return None
         free = [d for d in dims if d not in rectangle.held] or list(dims)
         ragged = max(free, key=lambda d: units.size(d))
         rows = units.movedim(ragged, -1).reshape(-1, units.size(ragged)).numpy()
-        return [Bin(np.unique(rows, axis=0), rectangle.where)]
+        rows = np.unique(rows, axis=0)
+        return Bin(rows, rectangle.where) if len(rows) > 1 else None
 
-    def _dependency_graph(self, bins: list[Bin], classes: np.ndarray) -> nx.Graph:
-        """Parameter axes, with an edge where a call couples slices of two of them."""
+    def _dependency_graph(
+        self, natural: np.ndarray, components: np.ndarray, bins: list[Bin]
+    ) -> nx.Graph:
+        """Nodes are parameter axes, one for each group that has slices in the axis; an edge is a
+        call that couples slices of two of them. Its connected components are the groups."""
         graph: nx.Graph = nx.Graph()
-        for i, source in enumerate(self.sources):
-            graph.add_node(i, name=source.name, dims=source.dims, role=source.role, size=source.size)
+        group_of = components[natural]  # by label
         starts = np.array([s.first for s in self.sources] or [0])
+        homes: dict[int, tuple[int, int]] = {}
+        for i, source in enumerate(self.sources):
+            for group in np.unique(group_of[source.first : source.first + source.size]):
+                node = (i, int(group))
+                graph.add_node(node, name=source.name, dims=source.dims, role=source.role)
+                homes.setdefault(int(group), node)
         count = len(starts) + 1
-
-        def owner(labels: np.ndarray) -> np.ndarray:
-            return np.searchsorted(starts, labels, side="right") - 1
-
         for left, right, call in self._couplings:
             real = (left != FROZEN) & (right != FROZEN)
-            pairs = np.unique(owner(left[real]) * count + owner(right[real]))
-            for a, b in zip(pairs // count, pairs % count, strict=True):
+            owners = [np.searchsorted(starts, side[real], side="right") - 1 for side in (left, right)]
+            keys = np.unique(np.stack([owners[0] * count + owners[1], group_of[left[real]]]), axis=1)
+            for pair, group in keys.T:
+                a, b = int(pair) // count, int(pair) % count
                 if a != b:
-                    graph.add_edge(int(a), int(b), via=call)
-        # A balance couples how many go, not which: its own kind of edge.
-        home: dict[int, int] = {}
-        for i, source in enumerate(self.sources):
-            for unit in np.unique(classes[source.first : source.first + source.size]):
-                home.setdefault(int(unit), i)
+                    graph.add_edge((a, int(group)), (b, int(group)), via=call)
         for bin_ in bins:
-            members = sorted({home[int(u)] for u in np.unique(bin_.rows) if u})
-            for a, b in zip(members, members[1:], strict=False):
-                if not graph.has_edge(a, b):
-                    graph.add_edge(a, b, via=f"equal numbers: {bin_.where}")
+            where = f"equal numbers: {bin_.where}"
+            _link(graph, np.unique(components[bin_.rows[bin_.rows > 0] - 1]), homes, where)
+        # A component is a group even where its axes meet nowhere but in one producer.
+        whole: dict[int, list[tuple[int, int]]] = {}
+        for node in graph.nodes:
+            whole.setdefault(node[1], []).append(node)
+        for nodes in whole.values():
+            for part in list(nx.connected_components(graph.subgraph(nodes)))[1:]:
+                graph.add_edge(nodes[0], next(iter(part)), via="one tensor")
         return graph
+
+
+def _link(graph: nx.Graph, groups: np.ndarray, homes: dict[int, tuple[int, int]], via: str) -> None:
+    nodes = [homes[int(g)] for g in groups]
+    for a, b in zip(nodes, nodes[1:], strict=False):
+        if a != b and not graph.has_edge(a, b):
+            graph.add_edge(a, b, via=via)
+
+
+def components_of(left: np.ndarray, right: np.ndarray, size: int) -> np.ndarray:
+    """The connected component of each of ``size`` items, linked in pairs."""
+    links = coo_array((np.ones(len(left), dtype=np.int8), (left, right)), shape=(size, size))
+    return connected_components(links, directed=False)[1]

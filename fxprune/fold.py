@@ -108,7 +108,7 @@ def _fold(result, constants, read, nonzero, alive, model, exact) -> None:
         result.notes.append((read.call.name, "no bias can take the constant: dropped"))
         return
     path, attribute, name, sign = sink
-    delta = sign * _delta(constants._read(read.axis.name), read, constant)
+    delta = sign * _delta(constants, read, constant)
     border = bool(read.border)
     if border:
         result.drop(read.axis, nonzero)
@@ -129,11 +129,11 @@ def _carry(read: Read, constant: Tensor, alive: Tensor) -> Carry | None:
     return Carry(read.axis, best, factors.reshape(constant.shape))
 
 
-def _delta(weight: Tensor, read: Read, constant: Tensor) -> Tensor:
-    """What the constants add to each output: Σ over read columns and kernel of W · constant."""
+def _delta(constants: Constants, read: Read, constant: Tensor) -> Tensor:
+    """What the constants add to each live output: Σ over read columns and kernel of W · constant."""
     axis = read.axis
-    makes = _making_dims(read)
-    w = weight.reshape(axis.view)
+    makes = sorted(_making_dims(read))
+    w = constants.read(axis.name).reshape(axis.view)
     w = w.float() if w.dtype.itemsize < 4 else w
     kernel = [d for d in range(w.dim()) if d not in makes and d not in axis.dims]
     if kernel:
@@ -141,14 +141,18 @@ def _delta(weight: Tensor, read: Read, constant: Tensor) -> Tensor:
     letters = {d: chr(97 + d) for d in range(len(axis.view))}
     left = "".join(letters[d] for d in range(len(axis.view)) if d not in kernel)
     right = "".join(letters[d] for d in axis.dims)
-    out = "".join(letters[d] for d in sorted(makes))
-    c = constant.to(w)
-    return torch.einsum(f"{left},{right}->{out}", w, c).reshape(-1)
+    out = "".join(letters[d] for d in makes)
+    delta = torch.einsum(f"{left},{right}->{out}", w, constant.to(w))
+    if read.out is not None:  # the rows of dead outputs are masked
+        dead = constants.is_removed(read.out).to(delta.device)
+        shape = [axis.view[d] if d in read.out.dims else 1 for d in makes]
+        delta = torch.where(dead.reshape(shape), 0.0, delta)
+    return delta.reshape(-1)
 
 
 def _making_dims(read: Read) -> set[int]:
     """The dimensions of the weight's view along which its outputs lie."""
-    out = read.out_dims
+    out = () if read.out is None else read.out.dims
     merged = view_dims(read.axis.tensor_shape, read.axis.view)
     same = {d for dims in merged if set(dims) & set(out) for d in dims}
     return set(out) | (same - set(read.axis.dims))

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import networkx as nx
 import numpy as np
 
-from .channels import SourceAxis, varying
-from .discover import Bin, Note, Relations
+from .channels import SourceAxis
+from .discover import Note, Relations
 
 # Roles of slices that bring a channel into being; a group without one has nothing to remove.
 _MAKERS = ("out",)
@@ -39,26 +39,28 @@ class Group:
 def groups(relations: Relations) -> list[Group]:
     """Every group, in the order in which the model makes their channels."""
     result = []
-    home = {}
+    home: dict[int, Group] = {}  # by component
     for component in nx.connected_components(relations.graph):
-        axes = [relations.sources[i] for i in sorted(component)]
+        axes = [relations.sources[i] for i in sorted({i for i, _ in component})]
+        here = np.array(sorted({g for _, g in component}))
         classes = np.unique(np.concatenate([relations.of(axis).reshape(-1) for axis in axes]))
-        group = Group(axes, classes[classes != 0], [], [])
-        for unit in group.units:
-            home[int(unit)] = group
+        classes = classes[classes != 0]
+        group = Group(axes, classes[np.isin(relations.component[classes], here)], [], [])
+        for number in here:
+            home[int(number)] = group
         result.append(group)
-    _add_bins(relations.bins, home)
+    _add_bins(relations, home)
     _add_covers(relations, home)
     for group in result:
         _explain(group, relations)
     return sorted(result, key=lambda g: g.leader.first)
 
 
-def _add_bins(bins: list[Bin], home: dict[int, Group]) -> None:
-    for bin_ in bins:
-        members = [int(u) for u in np.unique(bin_.rows) if u]
-        if members and len(bin_.rows) > 1:
-            home[members[0]].bins.append(bin_.rows)
+def _add_bins(relations: Relations, home: dict[int, Group]) -> None:
+    for bin_ in relations.bins:
+        units = bin_.rows[bin_.rows > 0]
+        if len(units):
+            home[int(relations.component[units[0]])].bins.append(bin_.rows)
 
 
 def _add_covers(relations: Relations, home: dict[int, Group]) -> None:
@@ -69,7 +71,8 @@ def _add_covers(relations: Relations, home: dict[int, Group]) -> None:
         unique = np.unique(classes)
         if len(unique) and unique[0] != 0 and (key := unique.tobytes()) not in seen:
             seen.add(key)
-            home[int(unique[0])].covers.append(unique)
+            for number in np.unique(relations.component[unique]):
+                home[int(number)].covers.append(unique)
 
     known: set[int] = set()
     for axis in relations.sources:
@@ -104,5 +107,3 @@ def _note_for(labels: np.ndarray, relations: Relations) -> Note | None:
     direct = [n for n in relations.frozen if np.isin(n.units.numpy(), labels).any()]
     return direct[0] if direct else None
 
-
-__all__ = ["Group", "groups", "varying"]

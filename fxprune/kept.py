@@ -20,7 +20,8 @@ def members(axes: list[SourceAxis]) -> list[tuple[str, int]]:
 def tensor_dim(axis: SourceAxis) -> int:
     """The dimension of the tensor that an axis lies on: that of its last view dimension."""
     merged = view_dims(axis.tensor_shape, axis.view)
-    return next(i for i, dims in enumerate(merged) if axis.dims[-1] in dims)
+    last = [d for d in axis.dims if axis.view[d] > 1][-1]
+    return next(i for i, dims in enumerate(merged) if last in dims)
 
 
 def by_dimension(replay: Replay, relations: Relations) -> dict[str, dict[int, Tensor]]:
@@ -39,7 +40,7 @@ def _indices(axis: SourceAxis, order: Tensor) -> Tensor:
     merged = view_dims(axis.tensor_shape, axis.view)
     dim = tensor_dim(axis)
     dims = merged[dim]
-    outside = [d for d in axis.dims if d not in dims]
+    outside = [d for d in axis.dims if d not in dims and axis.view[d] > 1]
     if outside:  # positions count within each row of another dimension
         width = math.prod(axis.view[d] for d in axis.dims if d in dims)
         within = order % width
@@ -48,7 +49,7 @@ def _indices(axis: SourceAxis, order: Tensor) -> Tensor:
     # Spread over the view dimensions of this tensor dimension that have no axis (gates).
     sizes = [axis.view[d] for d in dims]
     grid = torch.arange(math.prod(sizes)).reshape(sizes)
-    inside = [dims.index(d) for d in axis.dims]
+    inside = [dims.index(d) for d in axis.dims if d in dims]
     grid = grid.movedim(inside, list(range(len(sizes) - len(inside), len(sizes))))
     lead = grid.shape[: len(sizes) - len(inside)]
     picked = grid.reshape(*lead, -1)[..., order.reshape(-1)]

@@ -39,6 +39,8 @@ def mask(plan: Any, model: nn.Module) -> nn.Module:
     masked = copy.deepcopy(model)
     bake(masked)
     owners = _owners(masked)
+    for module in masked.modules():
+        own_class(module)
     for name, keep in keeps.items():
         path, _, attribute = name.rpartition(".")
         tensor = read_attribute(masked, name)
@@ -91,11 +93,21 @@ def add_shift(model: nn.Module, shift: Shift) -> None:
         target.data = target.data + shift.delta.to(target).reshape(target.shape)
 
 
+def own_class(module: nn.Module) -> None:
+    """Copies of a parametrized module share the class that holds its properties: give it its own,
+    so that adding or removing one leaves the other copies alone."""
+    if parametrize.is_parametrized(module):
+        cls = type(module)
+        space = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+        module.__class__ = type(cls.__name__, cls.__bases__, space)
+
+
 def bake(model: nn.Module) -> None:
     """Take fxprune's own masks off, leaving what they make of their tensors."""
     for module in list(model.modules()):
         if not parametrize.is_parametrized(module):
             continue
+        own_class(module)
         for name, chain in list(module.parametrizations.items()):
             if not any(isinstance(p, Mask) for p in chain):
                 continue

@@ -484,7 +484,8 @@ class Planner:
         gone = self.removed & ~self.carriers
         units = group.units
         return ChannelGroup(
-            name=self._owner(group.leader)[0] or group.leader.name,
+            name=(self._owner(group.leader)[0] or group.leader.name)
+            + ("" if group.producers else " (input)"),
             members=kept.members(group.axes),
             width=len(units) if len(units) else len(np.unique(lead)) if lead.any() else len(lead),
             removed=torch.from_numpy(np.flatnonzero(gone[units])),

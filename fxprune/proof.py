@@ -62,7 +62,7 @@ def prove(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> 
     """
     from .reference import reference
 
-    expected = reference(plan, model, example_input)
+    expected = reference(plan, model, small, example_input)
     try:
         found = outputs(small, example_input)
     except Exception as error:

@@ -101,6 +101,8 @@ class Replay(Algebra):
         self.indices: dict[str, Tensor] = {}  # index buffers, rewritten
         self.order: dict[int, Tensor] = {}  # label of an axis -> kept positions in it, in order
         self.module_sizes: dict[str, dict[str, Any]] = {}
+        self.calls: dict[fx.Node, tuple[Any, Any]] = {}  # of calls that count channels
+        self._counted = {note.node for note in relations.approximate}
         self._pinned: set[int] = set()
         self._classes = torch.from_numpy(relations.classes)
         self._kept = torch.from_numpy(kept)
@@ -194,28 +196,58 @@ class Replay(Algebra):
             given = position < len(call.args)
             computed = call.args[position] if given else call.kwargs.get(name)
             if not same_sizes(computed, needed):
-                units = [
-                    axis.units.reshape(-1)
-                    for old in [self.before[call.node], *self._old_inputs(call)]
-                    for x in (old if isinstance(old, (tuple, list)) else [old])
-                    if isinstance(x, Channels)
-                    for axis in x.axes
-                ]
-                joined = torch.cat(units) if units else torch.zeros(0, dtype=torch.int64)
-                self.wrong.append(
-                    WrongSize(call.node, (position, name), computed, needed, joined.numpy())
-                )
+                units = self._units_around(call.node)
+                self.wrong.append(WrongSize(call.node, (position, name), computed, needed, units))
             if given:
                 call.args = (*call.args[:position], needed, *call.args[position + 1 :])
             else:
                 call.kwargs = {**call.kwargs, name: needed}
 
-    def _old_inputs(self, call: Call) -> list[Any]:
-        return [self.before.get(node) for node in call.node.all_input_nodes]
+    def positions_kept(self, node: fx.Node, old: Channels, new: Channels) -> list[tuple[int, Tensor]]:
+        """For each dimension of a value that shrinks, the old positions that stay, in order.
+
+        Only of axes that cover one dimension: what counts channels sees no cut ones ragged.
+        """
+        result = []
+        for axis in old.axes:
+            for i, d in enumerate(axis.dims):
+                kept = self.kept(axis.units)
+                others = [o for o in range(kept.dim()) if o != i]
+                keep = kept.amax(others) if others else kept
+                if bool(keep.all()):
+                    continue
+                after = new.axis(d)
+                order = torch.nonzero(keep).reshape(-1)
+                if len(axis.dims) == 1 and after is not None and len(after.dims) == 1:
+                    order = order[_matching(axis.units[order], after.units)]
+                result.append((d, order))
+        return result
+
+    def _units_around(self, node: fx.Node) -> np.ndarray:
+        """Units of a call's result and inputs, and of the tensors its sizes are computed from."""
+        units: list[Tensor] = []
+        seen: set[fx.Node] = set()
+
+        def visit(current: fx.Node) -> None:
+            if current in seen:
+                return
+            seen.add(current)
+            value = self.before[current]
+            for x in value if isinstance(value, (tuple, list)) else [value]:
+                if isinstance(x, Channels):
+                    units.extend(axis.units.reshape(-1) for axis in x.axes)
+            if current is node or not isinstance(value, (Channels, tuple, list, Named)):
+                for source in current.all_input_nodes:
+                    visit(source)
+
+        visit(node)
+        return torch.cat(units).numpy() if units else np.zeros(0, dtype=np.int64)
 
     # -- meanings -------------------------------------------------------------------------------
 
     def apply(self, call: Call) -> Any:
+        if call.node in self._counted:
+            self.calls[call.node] = (call.args, call.kwargs)
         result = super().apply(call)
         self._module_sizes(call)
         return result
@@ -294,20 +326,33 @@ class Replay(Algebra):
         old = self.trace.tensor(index.name).cpu()
         source = next(n for n in call.node.all_input_nodes if n.target == index.name)
         holder = next(n for n in call.node.all_input_nodes if n is not source)
-        axis = self.before[holder].axis(dim)
-        if axis is None or len(axis.dims) > 1:
+        before = self.before[holder]
+        axis = before.axis(dim) if isinstance(before, Channels) else None
+        if axis is None:  # a parameter used bare
+            axis = self._sources.get((str(holder.target), len(x.shape), (dim,)))
+            units = None if axis is None else axis.labels()
+        else:
+            units = axis.units
+        if units is None or units.dim() > 1:
             return old
-        keep = self.kept(axis.units)
+        keep = self.kept(units)
         if old.dim() != 1:
             if not bool(keep.all()):
-                raise Mismatch(axis.units, f"{index.name} indexes them in several dimensions", call)
+                raise Mismatch(units, f"{index.name} indexes them in several dimensions", call)
             return old
         rank = torch.cumsum(keep, 0) - 1
         new = rank[old[keep[old]]]
         known = self.indices.setdefault(index.name, new)
         if not torch.equal(known, new):
-            raise Mismatch(axis.units, f"{index.name} indexes two different sets of channels", call)
+            raise Mismatch(units, f"{index.name} indexes two different sets of channels", call)
         return new
+
+
+def _matching(labels: Tensor, wanted: Tensor) -> Tensor:
+    """Positions in ``labels`` of each entry of ``wanted``, the k-th of a label for its k-th."""
+    result = torch.empty_like(wanted)
+    result[torch.argsort(wanted, stable=True)] = torch.argsort(labels, stable=True)
+    return result
 
 
 def _parametrized(module: Any) -> list[str]:

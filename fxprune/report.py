@@ -21,7 +21,7 @@ def table(plan: Any) -> str:
     view.add_column("importance", justify="right", no_wrap=True)
     view.add_column("why it stays", ratio=1, overflow="fold")
     for group in plan.groups:
-        if group.frozen and not any(role == group.name for role, _ in plan.skipped):
+        if group.name.endswith(" (input)"):
             continue  # what is only read (the image's channels) is nobody's question
         layers = len({name.rpartition(".")[0] for name, _ in group.members})
         width = str(group.width)

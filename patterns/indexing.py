@@ -11,52 +11,49 @@ from fxprune.trace import set_item
 
 
 def per_dim(x, index):
-    """An index as a list of (dimension of x or None for a new one, item)."""
+    """(place in the index or None, dimension of x or None, item) for each item and dimension."""
     index = index if isinstance(index, tuple) else (index,)
     used = sum(1 for item in index if item is not None and item is not Ellipsis)
     result, dim = [], 0
-    for item in index:
+    for place, item in enumerate(index):
         if item is Ellipsis:
             skip = len(x.shape) - used
-            result += [(dim + i, slice(None)) for i in range(skip)]
+            result += [(None, dim + i, slice(None)) for i in range(skip)]
             dim += skip
         elif item is None:
-            result.append((None, None))
+            result.append((place, None, None))
         else:
-            result.append((dim, item))
+            result.append((place, dim, item))
             dim += 1
-    return result + [(d, slice(None)) for d in range(dim, len(x.shape))]
+    return result + [(None, d, slice(None)) for d in range(dim, len(x.shape))]
 
 
 def is_full(item):
     return isinstance(item, slice) and item == slice(None)
 
 
-def moved_bounds(x, new, position, index):
+def new_index(call, new):
     """Slices and positions along channels, by the channels that are left."""
-    moved = []
-    for dim, item in per_dim(x, index):
-        keep = None if dim is None or is_full(item) else new.keep(position, dim)
-        if keep is not None and isinstance(item, slice) and item.step in (None, 1):
+    x, index = call.channels(), call.arg(1, "index")
+    items = list(index) if isinstance(index, tuple) else [index]
+    changed = False
+    for place, dim, item in per_dim(x, index):
+        if dim is None or is_full(item) or (keep := new.keep(0, dim)) is None:
+            continue
+        if isinstance(item, slice) and item.step in (None, 1):
             start, stop, _ = item.indices(len(keep))
             item = slice(
                 None if item.start is None else int(keep[:start].sum()),
                 None if item.stop is None or stop >= len(keep) else int(keep[:stop].sum()),
             )
-        elif keep is not None and isinstance(item, int):
+        elif isinstance(item, int):
             item = int(keep[: item % len(keep)].sum())
-        moved.append(item)
-    return tuple(moved)
-
-
-def new_index(call, new):
-    """The index as it has to be, where it cuts along channels."""
-    x, index = call.channels(), call.arg(1, "index")
-    cuts = [d for d, item in per_dim(x, index) if d is not None and not is_full(item)]
-    if all(new.keep(0, d) is None for d in cuts):
+        else:
+            continue
+        changed, items[place] = True, item
+    if not changed:
         return {}
-    moved = moved_bounds(x, new, 0, index)
-    return {(1, "index"): moved if isinstance(index, tuple) else moved[0]}
+    return {(1, "index"): tuple(items) if isinstance(index, tuple) else items[0]}
 
 
 @op("getitem", kind="getitem", resize=new_index)
@@ -67,7 +64,7 @@ def getitem(a, call):
 
 def pick(a, call, x, index, shape):
     items, touched = [], []
-    for dim, item in per_dim(x, index):
+    for _, dim, item in per_dim(x, index):
         if isinstance(item, list):
             item = torch.tensor(item)
         if isinstance(item, (Channels, Named)):
@@ -89,7 +86,7 @@ def setitem(a, call):
     if isinstance(value, (Channels, Named)):
         value = a.channels(value)
         index = call.arg(1, "index")
-        if any(isinstance(item, (Channels, Named, list)) for _, item in per_dim(x, index)):
+        if any(isinstance(item, (Channels, Named, list)) for _, _, item in per_dim(x, index)):
             a.freeze_all([x, value], f"positions that are data are written in {call.name}", call)
             return a.forget(x)
         shape = tuple(torch.empty(x.shape, device="meta")[index].shape)

@@ -76,6 +76,8 @@ def stack_parts(a, call, parts, dim):
         return remap(met, {d: d + (d >= dim) for d in range(rank)}, shape)
     raised = [a.view(call, p, (*p.shape[:dim], 1, *p.shape[dim:])) for p in parts]
     axis = end_to_end(a, call, [with_dim(r, dim) for r in raised], dim)
+    if axis is not None:
+        a.hold(axis, [dim])
     return Channels(shape, () if axis is None else (axis,))
 
 

@@ -149,12 +149,11 @@ def group(a, call, x, groups, weight, bias):
     """Each group of channels is one sample: groups keep equally many, and see fewer."""
     x = a.freeze_dims(x, [0, *range(2, len(x.shape))], "group norm averages over them", call)
     width = x.shape[1]
-    parts = a.view(call, remap(x, {1: 0}, (width,)), (groups, width // groups))
-    for axis in parts.axes:
-        if axis.dims == (0, 1):
-            a.hold(axis, (0,))
-    for axis in x.axes:
-        if width > groups:
+    if call.node.meta["spec"].shape[1] > groups:
+        parts = a.view(call, remap(x, {1: 0}, (width,)), (groups, width // groups))
+        for axis in parts.axes:
+            a.hold(axis, [d for d in axis.dims if d == 0])
+        for axis in x.axes:
             a.approximate(axis, call)
     wide = tuple(n if d == 1 else 1 for d, n in enumerate(x.shape))
     given = [
@@ -167,7 +166,15 @@ def group(a, call, x, groups, weight, bias):
 
 
 def group_width(m, new):
-    return {"num_channels": new.input[1]}
+    width = new.input[1]
+    groups = width if m.num_groups == m.num_channels else m.num_groups
+    return {"num_channels": width, "num_groups": groups}
+
+
+def group_count(call, new):
+    """F.group_norm of groups of one channel has as many groups as channels."""
+    whole = call.node.meta["spec"].shape[1] == call.arg(1, "num_groups")
+    return {(1, "num_groups"): new.result[1]} if whole else {}
 
 
 @module(nn.GroupNorm, kind="norm", attributes=group_width)
@@ -176,7 +183,7 @@ def group_norm(a, call):
     return group(a, call, call.channels(), m.num_groups, "weight", "bias")
 
 
-@op("group_norm", kind="norm")
+@op("group_norm", kind="norm", resize=group_count)
 def group_norm_function(a, call):
     groups = call.arg(1, "num_groups")
     return group(a, call, call.channels(), groups, call.arg(2, "weight"), call.arg(3, "bias"))

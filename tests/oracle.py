@@ -1,0 +1,184 @@
+"""The oracles that every test of pruning uses. They share no code with the library's own proof.
+
+1. masked == pruned;
+2. with ``bias="drop"``: zeroing, in the original, every slice that ``plan.kept`` leaves out;
+3. permuting every group's units through the plan's own index maps moves no output.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import fxprune
+from fxprune import groups
+from fxprune.masks import own_class
+from fxprune.proof import prove
+
+TOLERANCE = 1e-9
+
+
+def awake(model: nn.Module, seed: int = 0) -> nn.Module:
+    """``model`` in float64 and eval mode, with biases, norms and statistics away from their
+    initial values: a channel whose constant is 0 by chance would prove nothing."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(t: Tensor) -> Tensor:
+        return torch.randn(t.shape, generator=generator, dtype=torch.float64)
+
+    model = model.double().eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() <= 1:
+                p.add_(0.5 * noise(p))
+        for name, b in model.named_buffers():
+            if name.endswith("running_mean"):
+                b.add_(0.5 * noise(b))
+            elif name.endswith("running_var"):
+                b.mul_(1 + 0.5 * noise(b).abs())
+    return model
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif hasattr(value, "__dict__") and not isinstance(value, (list, tuple)):
+        value = vars(value).values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [t for item in value for t in tensors(item)]
+
+
+def run(model: nn.Module, x: Any) -> list[Tensor]:
+    with torch.no_grad():
+        if isinstance(x, dict):
+            return tensors(model(**x))
+        return tensors(model(*x) if isinstance(x, tuple) else model(x))
+
+
+def difference(a: list[Tensor], b: list[Tensor]) -> float:
+    assert len(a) == len(b)
+    worst = 0.0
+    for left, right in zip(a, b, strict=True):
+        assert left.shape == right.shape, (left.shape, right.shape)
+        scale = max(1.0, float(left.abs().max())) if left.numel() else 1.0
+        worst = max(worst, float((left - right).abs().max()) / scale if left.numel() else 0.0)
+    return worst
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def check(model: nn.Module, x: Any, *, shrinks: bool = True, seed: int = 0, **settings: Any):
+    """Plan, mask and apply ``model`` under all oracles. Returns ``(plan, pruned model)``."""
+    model = awake(model, seed)
+    before, outputs = state(model), run(model, x)
+    settings = {"sparsity": 0.5, **settings}
+    exact = fxprune.plan(model, x, exact=True, **settings)
+    small = exact.apply(model)
+    masked_equals_pruned(exact, model, small, x)
+    dropped = fxprune.plan(model, x, bias="drop", **settings)
+    zeroed_slices_equal_pruned(dropped, model, x)
+    plain = fxprune.plan(model, x, **settings)
+    masked_equals_pruned(plain, model, plain.apply(model), x)
+    permutation_moves_nothing(plain, model, x)
+    assert type(small) is type(model)
+    assert [t.shape for t in run(small, x)] == [t.shape for t in outputs]
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert difference(outputs, run(model, x)) == 0
+    if shrinks:
+        size = [sum(p.numel() for p in m.parameters()) for m in (plain.apply(model), model)]
+        assert size[0] < size[1], plain
+    return plain, plain.apply(model)
+
+
+def masked_equals_pruned(plan, model, small, x) -> None:
+    if plan.approximate:
+        assert prove(plan, model, small, x) <= TOLERANCE, plan
+    else:
+        error = difference(run(plan.mask(model), x), run(small, x))
+        assert error <= TOLERANCE, (error, str(plan))
+
+
+def zeroed_slices_equal_pruned(plan, model, x) -> None:
+    """Oracle 2. Says nothing where a norm counts channels: then only the proof can."""
+    small = plan.apply(model)
+    if plan.approximate:
+        assert prove(plan, model, small, x) <= TOLERANCE
+        return
+    zeroed = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, dims in plan.kept.items():
+            owner, _, key = name.rpartition(".")
+            module = zeroed.get_submodule(owner)
+            tensor = getattr(module, key).clone()
+            if not tensor.is_floating_point() or "running" in name:
+                continue
+            for dim, kept in dims.items():
+                gone = torch.ones(tensor.shape, dtype=torch.bool)
+                if kept.dim() == 2:  # a row for each group of a grouped convolution
+                    rows = tensor.shape[0] // len(kept)
+                    for i, row in enumerate(kept):
+                        part = gone[i * rows : (i + 1) * rows]
+                        part.index_fill_(dim, row, False)
+                else:
+                    gone.index_fill_(dim, kept, False)
+                tensor[gone] = 0
+            if hasattr(module, "parametrizations") and key in module.parametrizations:
+                own_class(module)
+                torch.nn.utils.parametrize.remove_parametrizations(module, key)
+            getattr(module, key).copy_(tensor)
+    error = difference(run(zeroed, x), run(small, x))
+    assert error <= TOLERANCE, (error, str(plan))
+
+
+def permutation_moves_nothing(plan, model, x) -> None:
+    """Oracle 3: units of a group change places, everywhere at once."""
+    relations = plan._relations
+    place = unit_permutation(relations)
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        for source in relations.sources:
+            classes = relations.of(source).reshape(-1)
+            order = positions(classes, place[classes])
+            owner, _, key = source.name.rpartition(".")
+            module = moved.get_submodule(owner)
+            seen = getattr(module, key).detach().reshape(source.view)
+            front = seen.movedim(source.dims, tuple(range(len(source.dims))))
+            flat = front.reshape(source.size, -1)[torch.from_numpy(order)]
+            back = flat.reshape(front.shape).movedim(tuple(range(len(source.dims))), source.dims)
+            if key in getattr(module, "parametrizations", ()):
+                setattr(module, key, back.reshape(source.tensor_shape))
+            else:
+                getattr(module, key).copy_(back.reshape(source.tensor_shape))
+    error = difference(run(model, x), run(moved, x))
+    assert error <= TOLERANCE, (error, str(plan))
+
+
+def unit_permutation(relations) -> np.ndarray:
+    """A random permutation of unit classes among those that no bin and no slice tells apart."""
+    rng = np.random.default_rng(0)
+    place = np.arange(int(relations.classes.max()) + 1)
+    for group in groups.groups(relations):
+        if len(group.units) < 2:
+            continue
+        parts = [*group.covers, *(row for rows in group.bins for row in rows)]
+        signs = np.array([np.isin(group.units, part) for part in parts]).T
+        for sign in np.unique(signs, axis=0):
+            alike = group.units[(signs == sign).all(1)]
+            place[alike] = rng.permutation(alike)
+    return place
+
+
+def positions(classes: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Where the k-th slice of each wanted class stands."""
+    result = np.empty(len(classes), dtype=np.int64)
+    result[np.argsort(wanted, kind="stable")] = np.argsort(classes, kind="stable")
+    return result
