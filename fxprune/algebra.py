@@ -613,8 +613,13 @@ class Algebra:
         """The value, of whose constants nothing is known any more."""
         return value
 
-    def emit(self, x: Channels, dims: Iterable[int], constant: Channels | None) -> Channels:
-        """Dead slices of ``x`` along ``dims`` hold ``constant`` from here on, or 0."""
+    def emit(
+        self, x: Channels, dims: Iterable[int], constant: Channels | None, known: bool = True
+    ) -> Channels:
+        """Dead slices of ``x`` along ``dims`` hold ``constant`` from here on, or 0.
+
+        ``known`` is False where that is not so: nothing is known of them then.
+        """
         return x
 
     def needs_zero(self, call: Call, x: Channels, dims: Iterable[int]) -> None:

@@ -224,7 +224,11 @@ class Constants(Algebra):
     def forget(self, value: Any) -> Any:
         return replace(value, axes=tuple(replace(a, constant=None, border=False) for a in value.axes))
 
-    def emit(self, x: Channels, dims: Iterable[int], constant: Channels | None) -> Channels:
+    def emit(
+        self, x: Channels, dims: Iterable[int], constant: Channels | None, known: bool = True
+    ) -> Channels:
+        if not known:
+            return self.forget(x)
         axes = []
         dims = set(dims)
         for axis in x.axes:

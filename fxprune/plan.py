@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import fusions, groups, importance, kept, report
+from . import fusions, groups, importance, kept, report, slots
 from .channels import SourceAxis
 from .check import check_model
 from .constants import Constants
@@ -23,6 +23,7 @@ from .errors import PruningWarning, SettingError
 from .fold import Folds, folds
 from .replay import Mismatch, Replay
 from .select import Choice
+from .slots import Slots
 from .trace import Trace, record
 
 _ROUNDS = 50  # of freezing what turned out not to fit; each freezes at least one group
@@ -272,6 +273,7 @@ class Planner:
         self.silent = np.zeros(size, dtype=bool)
         self.carriers = np.zeros(size, dtype=bool)
         self.attributes: dict[str, Any] = {}
+        self.fixed: dict[int, np.ndarray] = {}  # choices that follow the code's own slots
 
     def plan(self) -> PruningPlan:
         self._ask()
@@ -336,8 +338,10 @@ class Planner:
         for group in self.groups:
             self.removed[group.units] = False
             if id(group) in self.scores and group.frozen is None:
-                choice = self._choice(group)
-                stays = choice.keep(self.asked[id(group)], self.settings.round_to)
+                stays = self.fixed.get(id(group))
+                if stays is None:
+                    choice = self._choice(group)
+                    stays = choice.keep(self.asked[id(group)], self.settings.round_to)
                 self.removed[group.units] = ~stays
         if self.settings.bias == "drop":
             self.silent = self.removed.copy()
@@ -348,6 +352,8 @@ class Planner:
         try:
             replay = self._replay()
         except Mismatch as mismatch:
+            if mismatch.order and self._choose_by_slots(mismatch.units):
+                return None
             self._freeze(mismatch.units, mismatch.reason, mismatch.where, mismatch.line)
             return None
         if replay.wrong:
@@ -355,19 +361,50 @@ class Planner:
             return None
         return replay
 
+    def _choose_by_slots(self, labels: np.ndarray) -> bool:
+        """Choose anew, as many units of each kind as the code has slots for at these widths."""
+        classes = np.unique(self.relations.classes[labels])
+        concerned = [
+            g for g in self.groups
+            if g.frozen is None and np.isin(g.units, classes).any() and id(g) not in self.fixed
+        ]  # fmt: skip
+        if not concerned:
+            return False
+        walk = Slots(
+            self.trace, self.relations, ~self.removed | self.carriers, self.attributes,
+            attention=self.settings.attention,
+        )  # fmt: skip
+        walk.run()
+        wanted, kinds = walk.kinds(), slots.kinds_of_units(self.relations)
+        for group in concerned:
+            by_kind: dict[slots.Kind, list[int]] = {}
+            for i, unit in enumerate(group.units):
+                by_kind.setdefault(kinds[int(unit)], []).append(i)
+            stays = np.zeros(len(group.units), dtype=bool)
+            for kind, members in by_kind.items():
+                scores = self.scores[id(group)][members] if id(group) in self.scores else None
+                order = np.argsort(-scores, kind="stable") if scores is not None else members
+                stays[np.array(members)[order[: wanted[kind]]]] = True
+            self.fixed[id(group)] = stays
+        return True
+
     def _choice(self, group: groups.Group) -> Choice:
         return Choice(group.units, self.scores[id(group)], group.bins, group.covers)
 
     def _follow_constants(self) -> bool:
         """Find units that have to be silent, units that cannot go, and carriers."""
-        self.carriers[:] = False
         while True:
+            self.carriers[:] = False
             constants = Constants(
                 self.trace, self.relations, self.removed, self.silent, self.trace.model,
                 attention=self.settings.attention,
             )  # fmt: skip
             constants.run()
             if not constants.lost:
+                if self.settings.exact and self.settings.bias == "propagate":
+                    self._choose_carriers(constants)
+                    if self._spare_groups_of_carriers():
+                        continue
                 break
             units = np.concatenate([u for u, _ in constants.lost])
             if self.silent[units].all():
@@ -377,8 +414,6 @@ class Planner:
                 )  # fmt: skip
                 return False
             self.silent[units] = True
-        if self.settings.exact and self.settings.bias == "propagate":
-            self._choose_carriers(constants)
         self.folds = folds(
             constants, self.carriers, self.relations.classes, self.trace.model,
             bias=self.settings.bias, exact=self.settings.exact,
@@ -394,7 +429,7 @@ class Planner:
             value = torch.where(read.dead, torch.nan_to_num(read.constant), 0.0).abs()
             rows, row_units = value.reshape(-1, value.shape[-1]), units.reshape(-1, value.shape[-1])
             for row, labels in zip(rows, row_units, strict=True):
-                if not bool((row > 0).any()):
+                if not bool((row > 0).any()) or self._is_fixed(labels.numpy()):
                     continue
                 carried = torch.from_numpy(self.carriers[labels.numpy()]) & (row > 0)
                 if not bool(carried.any()):
@@ -404,6 +439,20 @@ class Planner:
                 stays = ~self.removed[group.units] | self.carriers[group.units]
                 full = self._choice(group).complete(stays)
                 self.carriers[group.units] |= full & self.removed[group.units]
+
+    def _is_fixed(self, classes: np.ndarray) -> bool:
+        """Whether the code leaves no room for carriers among these units."""
+        return any(np.isin(g.units, classes).any() for g in self.groups if id(g) in self.fixed)
+
+    def _spare_groups_of_carriers(self) -> bool:
+        """A group whose every removed unit would have to stay as a carrier is left as it is."""
+        spared = False
+        for group in self.groups:
+            units = group.units
+            if self.removed[units].any() and not (self.removed & ~self.carriers)[units].any():
+                self.removed[units] = False
+                spared = True
+        return spared
 
     def _replay(self) -> Replay:
         replay = Replay(

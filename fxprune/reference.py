@@ -92,7 +92,7 @@ class KeptOnly(fx.Interpreter):
     def _widen(self, node: fx.Node, result: Tensor, full: Channels) -> Tensor:
         """The narrow result in a full-width tensor; removed slices hold their constant."""
         for axis in full.axes:
-            if axis.constant is None or len(axis.dims) != 1:
+            if len(axis.dims) != 1:
                 continue
             (dim,) = axis.dims
             kept = self._replay.kept(axis.units)
@@ -100,7 +100,8 @@ class KeptOnly(fx.Interpreter):
                 continue
             shape = [1] * result.dim()
             shape[dim] = len(kept)
-            wide = torch.nan_to_num(axis.constant).to(result).reshape(shape)
+            constant = torch.zeros(len(kept)) if axis.constant is None else axis.constant
+            wide = torch.nan_to_num(constant).to(result).reshape(shape)
             wide = wide.expand([len(kept) if d == dim else n for d, n in enumerate(result.shape)])
             new = self._replay.values[node]
             positions = dict(self._replay.positions_kept(node, full, new))[dim]

@@ -23,10 +23,16 @@ from .trace import Spec, Trace
 
 
 class Mismatch(Exception):
-    """The channels that were chosen do not fit together; ``units`` have to stay."""
+    """The channels that were chosen do not fit together; ``units`` have to stay.
 
-    def __init__(self, units: Tensor, reason: str, call: Call | None) -> None:
+    ``order`` tells that others, as many, might fit.
+    """
+
+    def __init__(
+        self, units: Tensor, reason: str, call: Call | None, *, order: bool = False
+    ) -> None:
         super().__init__(reason)
+        self.order = order
         self.units = units.reshape(-1).numpy()
         self.reason = reason
         self.where = call.name if call else ""
@@ -113,6 +119,11 @@ class Replay(Algebra):
         self._shapes: dict[int, tuple[int, ...]] = {}
         for s in relations.sources:
             self.order[s.first] = self._compress(torch.arange(s.size).reshape(s.shape), s.labels())
+        self._relations = relations
+        self._start()
+
+    def _start(self) -> None:
+        """For what a subclass keeps beside the orders."""
 
     def kept(self, units: Tensor) -> Tensor:
         return self._kept[self._classes[units]]
@@ -302,6 +313,7 @@ class Replay(Algebra):
             torch.cat([a.units.reshape(-1), b.units.reshape(-1)]),
             "channels that meet would stand in different orders",
             call,
+            order=True,
         )
 
     def _rebind(self, source: SourceAxis, classes: Tensor) -> bool:

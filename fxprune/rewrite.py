@@ -138,13 +138,13 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
             change.made[shift.path, shift.attribute] = rows.to(like)
     carries = {carry.axis.name: carry for carry in folds.carries}
     masks = keep_masks(plan, folds) if plan._carriers.any() else {}
-    for name in plan.kept.keys() | deltas.keys() | carries.keys():
+    for name in sorted(plan.kept.keys() | deltas.keys() | carries.keys() | masks.keys()):
         old = read_attribute(model, name).detach()
         new = old
         if name in carries:
             new = _carried(new, carries[name])
         if name in masks:  # carriers stay as masked channels
-            new = torch.where(masks[name].to(new.device), new, torch.zeros((), dtype=new.dtype, device=new.device))  # noqa: E501
+            new = new.masked_fill(~masks[name].to(new.device), 0)
         if name in deltas:
             new = new + deltas[name].to(new).reshape(new.shape)
         if name in plan.kept:

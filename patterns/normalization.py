@@ -111,7 +111,8 @@ def layer(a, call, x, normalised, weight, bias):
     shift = given.get("bias")
     if shift is not None:
         shift = a.view(call, shift, (1,) * (rank - over) + shift.shape)
-    return a.emit(y, dims, shift)
+    # Without γ a masked channel is normalised like the others, and no constant.
+    return a.emit(y, dims, shift, known="weight" in given)
 
 
 def layer_width(m, new):
@@ -156,13 +157,13 @@ def group(a, call, x, groups, weight, bias):
         for axis in x.axes:
             a.approximate(axis, call)
     wide = tuple(n if d == 1 else 1 for d, n in enumerate(x.shape))
-    given = [
-        a.view(call, t, wide)
+    given = {
+        role: a.view(call, t, wide)
         for value, role in ((weight, "scale"), (bias, "shift"))
         if (t := call.tensor(value, {role: (0,)})) is not None
-    ]
-    y = a.meet(call, [x, *given], None, x.shape)
-    return a.emit(y, [1], given[-1] if call.tensor(bias, {"shift": (0,)}) is not None else None)
+    }
+    y = a.meet(call, [x, *given.values()], None, x.shape)
+    return a.emit(y, [1], given.get("shift"), known="scale" in given)
 
 
 def group_width(m, new):

@@ -1,0 +1,16 @@
+"""Hypothesis profiles: ``ci`` by default, ``--hypothesis-profile=long`` for thousands of cases."""
+
+import warnings
+
+import torch
+from hypothesis import HealthCheck, settings
+
+import fxprune
+
+_COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+settings.register_profile("ci", max_examples=500, derandomize=True, **_COMMON)
+settings.register_profile("quick", max_examples=50, derandomize=True, **_COMMON)
+settings.register_profile("long", max_examples=10_000, **_COMMON)
+settings.load_profile("ci")
+torch.set_num_threads(1)
+warnings.simplefilter("ignore", fxprune.PruningWarning)
