@@ -385,6 +385,8 @@ class Planner:
                 scores = self.scores[id(group)][members] if id(group) in self.scores else None
                 order = np.argsort(-scores, kind="stable") if scores is not None else members
                 stays[np.array(members)[order[: wanted[kind]]]] = True
+            if not all(stays[np.isin(group.units, c)].any() for c in group.inner_covers()):
+                return False
             self.fixed[id(group)] = stays
         return True
 

@@ -181,12 +181,12 @@ def networks(draw, norms_over_channels: bool = False):
         kind = draw(st.sampled_from(kinds))
         even = channels % 2 == 0
         if kind == "conv":
-            kernel = draw(st.sampled_from([1, 3]))
-            block: Block = ConvAct(channels, draw(width), kernel, draw(st.integers(0, 1)), draw(st.booleans()), draw(act))
+            kernel, padding = draw(st.sampled_from([(1, 0), (1, 1), (3, 1), (3, 2)]))
+            block: Block = ConvAct(channels, draw(width), kernel, padding, draw(st.booleans()), draw(act))
         elif kind == "depthwise":
             block = ConvAct(channels, channels * draw(st.integers(1, 2)), 3, 1, draw(st.booleans()), draw(act), channels)
         elif kind == "grouped" and even:
-            block = ConvAct(channels, draw(width), 3, draw(st.integers(0, 1)), draw(st.booleans()), draw(act), 2)
+            block = ConvAct(channels, draw(width), 3, draw(st.integers(1, 2)), draw(st.booleans()), draw(act), 2)
         elif kind == "norm":
             block = Norm(channels, draw(st.sampled_from(norms)), draw(act))
         elif kind == "layer norm":
