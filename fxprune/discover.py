@@ -159,17 +159,26 @@ class Discover(Algebra):
             self._rectangles[id(axis.units)] = Rectangle(axis.units, set(), where)
 
     def hold(self, axis: Axis, dims: Iterable[int]) -> None:
-        self.rectangle(axis, None)
-        if id(axis.units) in self._rectangles:
-            held = {axis.dims.index(d) for d in dims}
-            self._rectangles[id(axis.units)].held |= held
+        held = {i for i, d in enumerate(axis.dims) if d in set(dims)}
+        if id(axis.units) not in self._rectangles:
+            self._alive.append(axis.units)
+            where = axis.source.name if axis.source else "the code that cuts them"
+            self._rectangles[id(axis.units)] = Rectangle(axis.units, set(), where)
+        self._rectangles[id(axis.units)].held |= held
 
     # -- the answer -----------------------------------------------------------------------------
 
     def relations(self) -> Relations:
-        natural, frozen = self._solve()
-        # Classes that stay are one class, 0; no class of its own has that number.
-        classes = np.where(frozen[natural], 0, natural + 1)
+        while True:
+            natural, frozen = self._solve()
+            # Classes that stay are one class, 0; no class of its own has that number.
+            classes = np.where(frozen[natural], 0, natural + 1)
+            stuck = [r for r in self._rectangles.values() if self._is_stuck(r, classes)]
+            if not stuck:
+                break
+            for rectangle in stuck:
+                reason = f"every slice has to stay for {rectangle.where}"
+                self.freeze(Axis((0,), rectangle.units.reshape(-1)), reason, None)
         bins = [
             bin_ for rectangle in self._rectangles.values()
             if (bin_ := self._cut_rectangle(rectangle, classes)) is not None
@@ -211,6 +220,12 @@ class Discover(Algebra):
         right = np.concatenate([link[1:] for link in links] or [np.zeros(0, dtype=np.int64)])
         return components_of(left, right, len(made))
 
+    def _is_stuck(self, rectangle: Rectangle, classes: np.ndarray) -> bool:
+        """Whether units lie along held dimensions only: none can go, and some could till now."""
+        units = torch.from_numpy(classes[rectangle.units.numpy()])
+        dims = varying(units)
+        return bool(dims) and set(dims) <= rectangle.held and bool((units > 0).any())
+
     def _cut_rectangle(self, rectangle: Rectangle, classes: np.ndarray) -> Bin | None:
         """How an array of units over several dimensions may shrink: one dimension gives, each
         slice along the others loses equally many."""
@@ -232,12 +247,13 @@ class Discover(Algebra):
         graph: nx.Graph = nx.Graph()
         group_of = components[natural]  # by label
         starts = np.array([s.first for s in self.sources] or [0])
-        homes: dict[int, tuple[int, int]] = {}
+        homes: dict[int, tuple[int, int]] = {}  # a node for each class
         for i, source in enumerate(self.sources):
             for group in np.unique(group_of[source.first : source.first + source.size]):
                 node = (i, int(group))
                 graph.add_node(node, name=source.name, dims=source.dims, role=source.role)
-                homes.setdefault(int(group), node)
+            for unit in np.unique(natural[source.first : source.first + source.size]):
+                homes.setdefault(int(unit) + 1, (i, int(components[unit])))
         count = len(starts) + 1
         for left, right, call in self._couplings:
             real = (left != FROZEN) & (right != FROZEN)
@@ -248,23 +264,19 @@ class Discover(Algebra):
                 if a != b:
                     graph.add_edge((a, int(group)), (b, int(group)), via=call)
         for bin_ in bins:
-            where = f"equal numbers: {bin_.where}"
-            _link(graph, np.unique(components[bin_.rows[bin_.rows > 0] - 1]), homes, where)
+            members = [homes[int(u)] for u in np.unique(bin_.rows) if u]
+            for a, b in zip(members, members[1:], strict=False):
+                if a != b and not graph.has_edge(a, b):
+                    graph.add_edge(a, b, via=f"equal numbers: {bin_.where}")
         # A component is a group even where its axes meet nowhere but in one producer.
         whole: dict[int, list[tuple[int, int]]] = {}
         for node in graph.nodes:
             whole.setdefault(node[1], []).append(node)
         for nodes in whole.values():
-            for part in list(nx.connected_components(graph.subgraph(nodes)))[1:]:
-                graph.add_edge(nodes[0], next(iter(part)), via="one tensor")
+            parts = [min(part) for part in nx.connected_components(graph.subgraph(nodes))]
+            for a, b in zip(parts, parts[1:], strict=False):
+                graph.add_edge(a, b, via="one producer")
         return graph
-
-
-def _link(graph: nx.Graph, groups: np.ndarray, homes: dict[int, tuple[int, int]], via: str) -> None:
-    nodes = [homes[int(g)] for g in groups]
-    for a, b in zip(nodes, nodes[1:], strict=False):
-        if a != b and not graph.has_edge(a, b):
-            graph.add_edge(a, b, via=via)
 
 
 def components_of(left: np.ndarray, right: np.ndarray, size: int) -> np.ndarray:

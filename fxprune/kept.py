@@ -62,17 +62,18 @@ def shrink(tensor: Tensor, axes: list[SourceAxis], replay: Replay) -> Tensor:
     """The slices of a tensor that stay, in their order."""
     view = axes[0].view
     small = tensor.reshape(view)
+    done: set[int] = set()  # dimensions whose rows are taken: the axes of one tensor can share one
     for axis in axes:
         order = replay.order[axis.first]
         if order.numel() == axis.size and torch.equal(order.reshape(-1), torch.arange(axis.size)):
             continue
-        small = _take(small, axis, order)
+        small = _take(small, axis, order, done)
     merged = view_dims(tensor.shape, view)
     shape = [math.prod(small.shape[d] for d in dims) for dims in merged]
     return small.reshape(shape)
 
 
-def _take(x: Tensor, axis: SourceAxis, order: Tensor) -> Tensor:
+def _take(x: Tensor, axis: SourceAxis, order: Tensor, done: set[int]) -> Tensor:
     """Gather kept positions (row-major over the axis's own dimensions, as they were) of ``x``."""
     order = order.to(x.device)
     if len(axis.dims) == 1:
@@ -85,8 +86,9 @@ def _take(x: Tensor, axis: SourceAxis, order: Tensor) -> Tensor:
         for later in axis.dims[i + 1 :]:
             rows = rows // axis.view[later]
         rows = rows % axis.view[d]
-        if x.shape[d] != len(rows):
+        if d not in done:
             x = x.index_select(d, rows)
+            done.add(d)
     shape = [1] * x.dim()
     for size, d in zip(index.shape, axis.dims, strict=True):
         shape[d] = size

@@ -57,9 +57,8 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border):
 
 def hold_groups(a, x):
     """Every group keeps equally many channels."""
-    for axis in x.axes:
-        if axis.dims == (0, 1):
-            a.hold(axis, (0,))
+    for axis in x.touching([0]):
+        a.hold(axis, [0])
 
 
 def weight_shape(a, call, weight):

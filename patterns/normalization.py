@@ -152,8 +152,8 @@ def group(a, call, x, groups, weight, bias):
     width = x.shape[1]
     if call.node.meta["spec"].shape[1] > groups:
         parts = a.view(call, remap(x, {1: 0}, (width,)), (groups, width // groups))
-        for axis in parts.axes:
-            a.hold(axis, [d for d in axis.dims if d == 0])
+        for axis in parts.touching([0]):
+            a.hold(axis, [0])
         for axis in x.axes:
             a.approximate(axis, call)
     wide = tuple(n if d == 1 else 1 for d, n in enumerate(x.shape))

@@ -144,10 +144,16 @@ def permutation_moves_nothing(plan, model, x) -> None:
     relations = plan._relations
     place = unit_permutation(relations)
     moved = copy.deepcopy(model)
+    done = set()
     with torch.no_grad():
         for source in relations.sources:
             classes = relations.of(source).reshape(-1)
             order = positions(classes, place[classes])
+            if len(source.dims) > 1:  # two axes of a grouped weight lie on its groups
+                width = source.size // source.shape[0]
+                if (source.name, source.dims[0]) in done:
+                    order = np.arange(source.size) // width * width + order % width
+                done.add((source.name, source.dims[0]))
             owner, _, key = source.name.rpartition(".")
             module = moved.get_submodule(owner)
             seen = getattr(module, key).detach().reshape(source.view)
