@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from . import fusions, groups, importance, kept, report, slots
 from .channels import SourceAxis
 from .check import check_model
+from .code import CannotRewrite, Code, rewrite
 from .constants import Constants
 from .discover import Discover, Note, Relations
 from .errors import PruningWarning, SettingError
@@ -96,6 +97,7 @@ class PruningPlan:
         skipped: ``(what, reason)`` of each layer that stays whole.
         graph: the dependency graph, a :class:`networkx.Graph` over parameter axes.
         attributes: attributes of the model's own modules that will be set.
+        code: modules whose forward is written anew, with its source, because it holds sizes.
     """
 
     groups: list[ChannelGroup]
@@ -106,6 +108,7 @@ class PruningPlan:
     settings: Settings
     notes: list[tuple[str, str]]
     attributes: dict[str, Any]
+    code: dict[str, Code]
     _trace: Trace = field(repr=False)
     _relations: Relations = field(repr=False)
     _removed: np.ndarray = field(repr=False)  # by unit class; carriers are among them
@@ -273,6 +276,7 @@ class Planner:
         self.silent = np.zeros(size, dtype=bool)
         self.carriers = np.zeros(size, dtype=bool)
         self.attributes: dict[str, Any] = {}
+        self.code: dict[str, Code] = {}
         self.fixed: dict[int, np.ndarray] = {}  # choices that follow the code's own slots
 
     def plan(self) -> PruningPlan:
@@ -356,10 +360,8 @@ class Planner:
                 return None
             self._freeze(mismatch.units, mismatch.reason, mismatch.where, mismatch.line)
             return None
-        if replay.wrong:
-            self._correct(replay)
-            return None
-        return replay
+        self.code = {}
+        return replay if not replay.wrong or self._correct(replay) else None
 
     def _choose_by_slots(self, labels: np.ndarray) -> bool:
         """Choose anew, as many units of each kind as the code has slots for at these widths."""
@@ -464,8 +466,9 @@ class Planner:
         replay.run()
         return replay
 
-    def _correct(self, replay: Replay) -> None:
-        """Sizes that the code would compute wrongly: set the attribute they are, or freeze."""
+    def _correct(self, replay: Replay) -> bool:
+        """Sizes that the code would compute wrongly: set the attributes that they are, or write
+        the code anew, or freeze. True where the plan stands with that."""
         proposals: dict[str, Any] = {}
         clash: set[str] = set()
         for wrong in replay.wrong:
@@ -475,15 +478,22 @@ class Planner:
         fresh = {k: v for k, v in proposals.items() if k not in clash}
         if fresh:
             self.attributes.update(fresh)
-            return
+            return False
+        try:
+            self.code = rewrite(self.trace, replay.wrong)
+            return True
+        except CannotRewrite as error:
+            why = str(error)
         wrong = replay.wrong[0]
         self.attributes.clear()
+        where = wrong.node.meta.get("where", "")
         self._freeze(
             wrong.units,
-            f"the code computes {wrong.computed} for a size that has to be {wrong.needed}",
-            str(wrong.node),
-            wrong.node.meta.get("where", ""),
-        )
+            f"the code computes {shown(wrong.computed)} where it has to be {shown(wrong.needed)}, "
+            f"and {why}",
+            where.rpartition("/")[2] or str(wrong.node), where,
+        )  # fmt: skip
+        return False
 
     def _freeze(self, labels: np.ndarray, reason: str, where: str, line: str) -> None:
         self._freeze_classes(np.unique(self.relations.classes[labels]), reason, where, line)
@@ -511,6 +521,7 @@ class Planner:
             settings=self.settings,
             notes=self.folds.notes,
             attributes=dict(self.attributes),
+            code=self.code,
             _trace=self.trace,
             _relations=self.relations,
             _removed=self.removed,
@@ -574,6 +585,16 @@ class Planner:
 
     def _used(self) -> set[str]:
         return {s.name for s in self.relations.sources}
+
+
+def shown(size: Any) -> str:
+    """A size argument as the code would write it."""
+    if isinstance(size, slice):
+        parts = [size.start, size.stop, *([size.step] if size.step is not None else [])]
+        return ":".join("" if p is None else str(p) for p in parts)
+    if isinstance(size, (tuple, list)):
+        return f"({', '.join(map(shown, size))})"
+    return str(size) if isinstance(size, (int, float, type(None))) else "…"
 
 
 def attribute_values(wrong: Any) -> list[tuple[str, Any]]:

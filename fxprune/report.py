@@ -43,4 +43,6 @@ def table(plan: Any) -> str:
     )
     for name, value in plan.attributes.items():
         console.print(f"{name} becomes {value}")
+    for path in plan.code:
+        console.print(f"{path or 'the model'} gets a forward with new sizes (plan.code)")
     return console.file.getvalue().rstrip()  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 
 from . import registry
 from .channels import SourceAxis
+from .code import rewritten_class
 from .errors import ModelError
 from .fold import Carry, Folds
 from .kept import shrink
@@ -29,6 +30,7 @@ class Change:
     made: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # (module path, attribute)
     attributes: dict[tuple[str, str], Any] = field(default_factory=dict)
     refresh: dict[str, Callable[[nn.Module], None]] = field(default_factory=dict)
+    classes: dict[str, type] = field(default_factory=dict)  # modules with new code, by path
 
 
 class Journal:
@@ -60,6 +62,11 @@ class Journal:
         old = space.get(key)
         self._undo.append(lambda: space.__setitem__(key, old))
         space[key] = value
+
+    def cls(self, module: nn.Module, cls: type) -> None:
+        old = type(module)
+        self._undo.append(lambda: setattr(module, "__class__", old))
+        module.__class__ = cls
 
     def rollback(self) -> None:
         for undo in reversed(self._undo):
@@ -163,6 +170,8 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
     for name, value in plan.attributes.items():
         path, _, attribute = name.rpartition(".")
         change.attributes[path, attribute] = value
+    for path, code in plan.code.items():
+        change.classes[path] = rewritten_class(type(model.get_submodule(path)), code)
     for path, module in model.named_modules():
         pattern = registry.for_module(module)
         if pattern is not None and pattern.refresh is not None and path in plan._replay.module_sizes:
@@ -218,6 +227,8 @@ def _install(change: Change, model: nn.Module, journal: Journal, *, in_place: bo
     for (path, attribute), value in change.attributes.items():
         owner = read_attribute(model, path) if path else model
         journal.attribute(owner, attribute, value)
+    for path, cls in change.classes.items():
+        journal.cls(model.get_submodule(path), cls)
     for path, refresh in change.refresh.items():
         refresh(model.get_submodule(path))
 

@@ -29,6 +29,7 @@ from .registry import for_function, for_module, op_name
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
+_READS_DATA = ("bool", "int", "float", "index", "item", "tolist")
 # Nothing in a frame of these folders is the user's own code.
 _LIBRARY = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 _BASIC = (
@@ -56,6 +57,7 @@ class ModuleCall:
     args: Any = ()
     kwargs: Any = field(default_factory=dict)
     output: Any = None
+    reads_data: bool = False  # Python saw values of tensors: the run may go another way next time
 
 
 @dataclass
@@ -487,6 +489,9 @@ class _Recorder(TorchFunctionMode):
         changed = [t for t, version in before if t._version != version]
         setitem = op_name(target) == "setitem"
         if not changed and not any(True for _ in tree.tensors(value)):
+            if isinstance(value, (bool, int, float, list)) and op_name(target) in _READS_DATA:
+                for i in self._stack:
+                    self.calls[i].reads_data = True
             return value  # a number, a flag, nothing: not part of the data flow
         if setitem:
             target = set_item

@@ -1,0 +1,284 @@
+"""Forwards with the right sizes: where a module's own code holds a number that has to change.
+
+The smallest module whose code is wrong gets its forward from the recorded graph, with the sizes
+written in that came out wrong and every other expression as the code had it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import operator
+import types
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import fx, nn
+
+from . import tree
+from .replay import WrongSize, same_sizes
+from .trace import ModuleCall, Trace, read_attribute
+
+
+class CannotRewrite(Exception):
+    """The recorded graph does not say everything that the module's forward does."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """A forward as source, with the names it uses: importable objects, modules by ``module:``."""
+
+    source: str
+    names: tuple[tuple[str, Any], ...]
+
+    @staticmethod
+    def of(graph: fx.Graph) -> Code:
+        code = graph.python_code("self")
+        names = tuple(
+            (k, f"module:{v.__name__}" if isinstance(v, types.ModuleType) else v)
+            for k, v in sorted(code.globals.items())
+        )
+        return Code(code.src.strip() + "\n", names)
+
+    def function(self) -> Any:
+        space = {
+            k: __import__(v[7:], fromlist=["_"]) if isinstance(v, str) and v[:7] == "module:" else v
+            for k, v in self.names
+        }
+        filename = f"<rewritten by fxprune {abs(hash(self.source))}>"
+        linecache.cache[filename] = (len(self.source), None, self.source.splitlines(True), filename)
+        exec(compile(self.source, filename, "exec"), space)
+        return space["forward"]
+
+
+def rewritten_class(base: type, code: Code) -> type:
+    """A subclass of ``base``, under its name, that runs ``code``. It pickles and deep-copies."""
+    base = vars(base).get("_fxprune_base", base)  # of a module rewritten before
+    return _make_class(base, code)
+
+
+@cache
+def _make_class(base: type, code: Code) -> type:
+    def __reduce_ex__(self: Any, protocol: int) -> Any:
+        return _restore, (base, code), self.__dict__
+
+    return type(
+        base.__name__,
+        (base,),
+        {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "__reduce_ex__": __reduce_ex__,
+            "_fxprune_base": base,
+            "forward": code.function(),
+        },
+    )
+
+
+def _restore(base: type, code: Code) -> Any:
+    cls = rewritten_class(base, code)
+    return cls.__new__(cls)
+
+
+def rewrite(trace: Trace, wrong: list[WrongSize]) -> dict[str, Code]:
+    """New code for each module that computes a wrong size, by path.
+
+    Raises:
+        CannotRewrite: with the reason.
+    """
+    by_call: dict[int, list[WrongSize]] = {}
+    for size in wrong:
+        call = size.node.meta.get("call")
+        if call is None:
+            raise CannotRewrite("it is computed outside of any module")
+        by_call.setdefault(call, []).append(size)
+    result = {}
+    for index, sizes in by_call.items():
+        path = trace.calls[index].path
+        if sum(call.path == path for call in trace.calls) > 1:
+            raise CannotRewrite(f"{path or 'the model'} runs more than once")
+        result[path] = Code.of(_Body(trace, index, sizes).build())
+    return result
+
+
+class _Body:
+    """The part of a trace that one module's forward has written."""
+
+    def __init__(self, trace: Trace, index: int, wrong: list[WrongSize]) -> None:
+        self.trace = trace
+        self.index = index
+        self.call = trace.calls[index]
+        self.module = read_attribute(trace.model, self.call.path) if self.call.path else trace.model
+        self.wrong: dict[fx.Node, list[WrongSize]] = {}
+        for size in wrong:
+            self.wrong.setdefault(size.node, []).append(size)
+        self.graph = fx.Graph()
+        self.local: dict[fx.Node, Any] = {}
+
+    def build(self) -> fx.Graph:
+        self._check()
+        self._placeholders()
+        children = {
+            c.start: (i, c) for i, c in enumerate(self.trace.calls) if c.parent == self.index
+        }
+        skip_to = -1
+        for node in self.trace.graph.nodes:
+            at = node.meta.get("index", -1)
+            if not self.call.start <= at < self.call.stop or node.op == "placeholder":
+                continue
+            while at in children:  # also a child that wrote no node of its own before this one
+                _, child = children.pop(at)
+                self._child(child)
+                skip_to = max(skip_to, child.stop)
+            if at >= skip_to and node not in self.local and node.op in ("call_function", "call_method", "call_module"):
+                if not self._is_number(node):
+                    self._copy(node)
+        for _, child in children.values():
+            self._child(child)
+        output = self.call.output
+        if self.call.parent is None:
+            output = next(n for n in self.trace.graph.nodes if n.op == "output").args[0]
+        self.graph.output(self._value(output))
+        self.graph.eliminate_dead_code(lambda n: n.op != "get_attr" and not self._is_size(n))
+        self.graph.lint()
+        return self.graph
+
+    def _check(self) -> None:
+        name = self.call.path or "the model"
+        if self.call.reads_data:
+            raise CannotRewrite(f"the code of {name} depends on the values of tensors")
+        forward = type(self.module).forward
+        names = getattr(getattr(forward, "__code__", None), "co_names", ())
+        inside = [n for n in self.trace.graph.nodes if n.meta.get("call") == self.index]
+        if "training" in names and not any(_training_argument(n) for n in inside):
+            raise CannotRewrite(f"{name} runs other code in training mode")
+
+    def _placeholders(self) -> None:
+        parameters = inspect.signature(self.module.forward).parameters
+        bound = inspect.signature(self.module.forward).bind(*self.call.args, **self.call.kwargs)
+        for name, value in bound.arguments.items():
+            if parameters[name].kind in (
+                inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD,
+            ):  # fmt: skip
+                raise CannotRewrite(f"{self.call.path} takes any number of arguments")
+            default = parameters[name].default
+            default = () if default is inspect.Parameter.empty else (default,)
+            self._bind(value, self.graph.placeholder(name, None, *default))
+
+    def _bind(self, value: Any, node: fx.Node) -> None:
+        """Names for the recorded nodes inside an argument or a child's result."""
+        if isinstance(value, fx.Node):
+            self.local.setdefault(value, node)
+        elif isinstance(value, (tuple, list, dict)):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, item in items:
+                if any(isinstance(n, fx.Node) for n in _nodes(item)):
+                    self._bind(item, self.graph.call_function(operator.getitem, (node, key)))
+
+    def _child(self, child: ModuleCall) -> None:
+        path = self._relative(child.path)
+        node = self.graph.create_node(
+            "call_module", path, self._value(tuple(child.args)), self._value(child.kwargs)
+        )
+        self._bind(child.output, node)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        args, kwargs = node.args, dict(node.kwargs)
+        for size in self.wrong.get(node, ()):
+            position, name = size.place
+            if position < len(args):
+                right = corrected(args[position], size.computed, size.needed)
+                args = (*args[:position], right, *args[position + 1 :])
+            else:
+                kwargs[name] = corrected(kwargs[name], size.computed, size.needed)
+        target = self._relative(str(node.target)) if node.op == "call_module" else node.target
+        flag = _training_argument(node)
+        new = self.graph.create_node(node.op, target, self._value(args), self._value(kwargs))
+        if flag is not None:
+            with self.graph.inserting_before(new):
+                training = self.graph.create_node("get_attr", "training")
+            if isinstance(flag, int):
+                new.update_arg(flag, training)
+            else:
+                new.update_kwarg(flag, training)
+        self.local[node] = new
+        return new
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return self._node(value)
+        if isinstance(value, (tuple, list, dict, slice)):
+            return tree.rebuild(value, self._value)
+        return value
+
+    def _node(self, node: fx.Node) -> Any:
+        """What stands for a recorded node in the new code; sizes and attributes are read anew."""
+        if node in self.local:
+            return self.local[node]
+        if node.op == "get_attr":
+            self.local[node] = self.graph.create_node("get_attr", self._relative(str(node.target)))
+            return self.local[node]
+        if self._is_number(node) or node.target in (operator.getitem, getattr):
+            return self._copy(node)
+        raise CannotRewrite(
+            f"{self.call.path or 'the model'} uses a tensor that is not among its arguments"
+        )
+
+    def _is_number(self, node: fx.Node) -> bool:
+        return node.op in ("call_function", "call_method") and isinstance(
+            node.meta.get("spec"), (int, float)
+        )
+
+    def _is_size(self, node: fx.Node) -> bool:
+        return node.op == "call_method" and node.target == "size"
+
+    def _relative(self, path: str) -> str:
+        prefix = f"{self.call.path}." if self.call.path else ""
+        if path.startswith("_") and path in self.trace.constants:
+            raise CannotRewrite(f"{self.call.path or 'the model'} uses a constant of its own")
+        if not path.startswith(prefix):
+            raise CannotRewrite(f"{self.call.path} uses {path}, which is not part of it")
+        return path[len(prefix) :]
+
+
+def corrected(argument: Any, computed: Any, needed: Any) -> Any:
+    """A size argument with what comes out wrong written in, and the rest as the code has it."""
+    if same_sizes(computed, needed):
+        return argument
+    if isinstance(needed, slice):
+        parts = ("start", "stop", "step")
+        return slice(*(
+            corrected(getattr(argument, p), getattr(computed, p), getattr(needed, p)) for p in parts
+        ))  # fmt: skip
+    if isinstance(needed, (tuple, list)) and isinstance(argument, (tuple, list)):
+        if len(argument) == len(needed):
+            return type(needed)(map(corrected, argument, computed, needed))
+    return needed
+
+
+def _training_argument(node: fx.Node) -> int | str | None:
+    """Where a call is told whether it runs in training mode, which was off while recording."""
+    if node.op != "call_function" or not inspect.isfunction(node.target):
+        return None
+    names = list(inspect.signature(node.target).parameters)
+    if "training" not in names:
+        return None
+    if node.kwargs.get("training") is False:
+        return "training"
+    at = names.index("training")
+    return at if at < len(node.args) and node.args[at] is False else None
+
+
+def _nodes(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [n for item in value.values() for n in _nodes(item)]
+    if isinstance(value, (tuple, list)):
+        return [n for item in value for n in _nodes(item)]
+    return [value]
+
+
+def class_of(module: nn.Module) -> type:
+    """The class that a module was written as, whether or not its forward was rewritten."""
+    return vars(type(module)).get("_fxprune_base", type(module))
