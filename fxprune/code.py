@@ -192,7 +192,7 @@ class _Body:
                 right = corrected(args[position], size.computed, size.needed)
                 args = (*args[:position], right, *args[position + 1 :])
             else:
-                kwargs[name] = corrected(kwargs[name], size.computed, size.needed)
+                kwargs[name] = corrected(kwargs.get(name), size.computed, size.needed)
         target = self._relative(str(node.target)) if node.op == "call_module" else node.target
         flag = _training_argument(node)
         new = self.graph.create_node(node.op, target, self._value(args), self._value(kwargs))

@@ -60,6 +60,7 @@ class Relations:
     frozen: list[Note]
     approximate: list[Note]
     graph: nx.Graph
+    arrivals: dict[int, torch.Tensor]  # first label of an axis -> labels of what it met first
     values: dict = field(repr=False, default_factory=dict)
 
     def of(self, axis: SourceAxis) -> np.ndarray:
@@ -80,6 +81,7 @@ class Discover(Algebra):
         self._alive: list[torch.Tensor] = []
         self.frozen: list[Note] = []
         self.counted: list[Note] = []
+        self.arrivals: dict[int, torch.Tensor] = {}
 
     # -- words ----------------------------------------------------------------------------------
 
@@ -135,6 +137,9 @@ class Discover(Algebra):
     def join(self, a: Axis, b: Axis, call: Call | None) -> None:
         if a.units is b.units:
             return
+        for axis, other in ((a, b), (b, a)):
+            if axis.source is not None:
+                self.arrivals.setdefault(axis.source.first, other.units)
         left, right = a.units.reshape(-1).numpy(), b.units.reshape(-1).numpy()
         self._joins.append((left, right))
         self._couplings.append((left, right, call.name if call else ""))
@@ -186,7 +191,7 @@ class Discover(Algebra):
         components = self._components(natural, classes, bins)
         graph = self._dependency_graph(natural, components, bins)
         return Relations(
-            self.sources, classes, np.concatenate([[-1], components]), bins, self.frozen, self.counted, graph, self.values
+            self.sources, classes, np.concatenate([[-1], components]), bins, self.frozen, self.counted, graph, self.arrivals, self.values
         )
 
     def _solve(self) -> tuple[np.ndarray, np.ndarray]:

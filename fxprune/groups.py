@@ -26,11 +26,6 @@ class Group:
     line: str = ""
     approximate: list[str] = field(default_factory=list)
 
-    def inner_covers(self) -> list[np.ndarray]:
-        """Sets of this group's units, and no others, of which one has to stay."""
-        inside = set(self.units.tolist())
-        return [c for c in self.covers if set(c.tolist()) <= inside]
-
     @property
     def producers(self) -> list[SourceAxis]:
         return [axis for axis in self.axes if axis.role in _MAKERS]

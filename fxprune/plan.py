@@ -353,6 +353,7 @@ class Planner:
             self.silent &= self.removed
         if not self._follow_constants():
             return None
+        self.orders: dict[int, Tensor] = {}
         try:
             replay = self._replay()
         except Mismatch as mismatch:
@@ -379,15 +380,14 @@ class Planner:
         walk.run()
         wanted, kinds = walk.kinds(), slots.kinds_of_units(self.relations)
         for group in concerned:
+            if id(group) not in self.scores:
+                continue
             by_kind: dict[slots.Kind, list[int]] = {}
             for i, unit in enumerate(group.units):
                 by_kind.setdefault(kinds[int(unit)], []).append(i)
-            stays = np.zeros(len(group.units), dtype=bool)
-            for kind, members in by_kind.items():
-                scores = self.scores[id(group)][members] if id(group) in self.scores else None
-                order = np.argsort(-scores, kind="stable") if scores is not None else members
-                stays[np.array(members)[order[: wanted[kind]]]] = True
-            if not all(stays[np.isin(group.units, c)].any() for c in group.inner_covers()):
+            counts = [(np.array(members), wanted[kind]) for kind, members in by_kind.items()]
+            stays = self._choice(group).keep_counts(counts)
+            if stays is None:
                 return False
             self.fixed[id(group)] = stays
         return True
@@ -459,12 +459,20 @@ class Planner:
         return spared
 
     def _replay(self) -> Replay:
-        replay = Replay(
-            self.trace, self.relations, ~self.removed | self.carriers, self.attributes,
-            attention=self.settings.attention,
-        )  # fmt: skip
-        replay.run()
-        return replay
+        """The trace at the chosen widths; producers make channels in the order that fits."""
+        while True:
+            replay = Replay(
+                self.trace, self.relations, ~self.removed | self.carriers, self.attributes,
+                self.orders, attention=self.settings.attention,
+            )  # fmt: skip
+            try:
+                replay.run()
+                return replay
+            except Mismatch as mismatch:
+                if mismatch.reorder is None or mismatch.reorder[0] in self.orders:
+                    raise
+                first, order = mismatch.reorder
+                self.orders[first] = order
 
     def _correct(self, replay: Replay) -> bool:
         """Sizes that the code would compute wrongly: set the attributes that they are, or write

@@ -68,7 +68,7 @@ def prove(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> 
     except Exception as error:
         raise ProofError(
             f"the pruned {type(model).__name__} does not run: {type(error).__name__}: {error}. "
-            "Nothing was changed. Please report the model; ignore= the layers named above to go on."
+            "Nothing was changed. Please report the model; ignore= its layers to go on."
         ) from error
     if len(expected) != len(found):
         raise ProofError(
@@ -78,8 +78,52 @@ def prove(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> 
     error_size = largest_error(expected, found)
     allowed = tolerance(model)
     if not error_size <= allowed:
+        layer = first_difference(plan, plan.mask(model), small, example_input, allowed)
+        where = f" The first layer that differs is {layer}." if layer else ""
         raise ProofError(
             f"the pruned {type(model).__name__} differs from the masked one by {error_size:.2g} "
-            f"(relative; {allowed:.0e} is allowed). Nothing was changed."
+            f"(relative; {allowed:.0e} is allowed).{where} Nothing was changed."
         )
     return error_size
+
+
+def first_difference(
+    plan: Any, masked: nn.Module, small: nn.Module, example_input: Any, allowed: float
+) -> str:
+    """Path of the first leaf module whose kept outputs are not those of the masked model."""
+    if plan.approximate:
+        return ""  # behind a norm that counts channels every layer does
+    calls = [n for n in plan._trace.graph.nodes if n.op == "call_module"]
+    expected, found = (_leaf_outputs(m, {str(n.target) for n in calls}, example_input)
+                       for m in (masked, small))  # fmt: skip
+    for node in calls:
+        path = str(node.target)
+        if path not in expected or path not in found:
+            continue
+        old, new = plan._relations.values[node], plan._replay.values[node]
+        wide = expected.pop(path)
+        for dim, order in plan._replay.positions_kept(node, old, new):
+            wide = wide.index_select(dim, order.to(wide.device))
+        if largest_error([wide], [found[path]]) > allowed:
+            return path
+    return ""
+
+
+def _leaf_outputs(model: nn.Module, paths: set[str], example_input: Any) -> dict[str, Tensor]:
+    """The first output of each module, where it is one tensor."""
+    seen: dict[str, Tensor] = {}
+
+    def keep(path: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                seen.setdefault(path, output.detach().clone())
+
+        return hook
+
+    handles = [model.get_submodule(p).register_forward_hook(keep(p)) for p in paths]
+    try:
+        outputs(model, example_input)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen

@@ -25,14 +25,22 @@ from .trace import Spec, Trace
 class Mismatch(Exception):
     """The channels that were chosen do not fit together; ``units`` have to stay.
 
-    ``order`` tells that others, as many, might fit.
+    ``order`` tells that others, as many, might fit; ``reorder`` is a producer, by its first label,
+    whose channels would fit if it made them in another order, and that order.
     """
 
     def __init__(
-        self, units: Tensor, reason: str, call: Call | None, *, order: bool = False
+        self,
+        units: Tensor,
+        reason: str,
+        call: Call | None,
+        *,
+        order: bool = False,
+        reorder: tuple[int, Tensor] | None = None,
     ) -> None:
         super().__init__(reason)
         self.order = order
+        self.reorder = reorder
         self.units = units.reshape(-1).numpy()
         self.reason = reason
         self.where = call.name if call else ""
@@ -89,6 +97,7 @@ class Replay(Algebra):
     relations: of the first walk.
     kept: for each unit class, whether it stays.
     attributes: module attributes that will be set, with the values they will have.
+    orders: kept positions of producers, by first label, that are not to be ascending.
     """
 
     def __init__(
@@ -97,10 +106,12 @@ class Replay(Algebra):
         relations: Relations,
         kept: np.ndarray,
         attributes: dict[str, Any] | None = None,
+        orders: dict[int, Tensor] | None = None,
         *,
         attention: str = "heads",
     ) -> None:
         super().__init__(trace, attention=attention)
+        self._orders = orders or {}
         self.before = relations.values
         self.attributes = attributes or {}
         self.wrong: list[WrongSize] = []
@@ -119,6 +130,7 @@ class Replay(Algebra):
         self._shapes: dict[int, tuple[int, ...]] = {}
         for s in relations.sources:
             self.order[s.first] = self._compress(torch.arange(s.size).reshape(s.shape), s.labels())
+        self.order |= self._orders
         self._relations = relations
         self._start()
 
@@ -306,30 +318,47 @@ class Replay(Algebra):
                 if axis.source is not None:
                     self._pinned.add(axis.source.first)
             return
-        for axis, order in ((b, left), (a, right)):
-            if axis.source is not None and self._rebind(axis.source, order):
+        for axis, other in ((b, a), (a, b)):
+            if axis.source is not None and self._rebind(axis.source, other.units):
                 return
         raise Mismatch(
             torch.cat([a.units.reshape(-1), b.units.reshape(-1)]),
             "channels that meet would stand in different orders",
             call,
             order=True,
+            reorder=self._reorder(b.units, left) or self._reorder(a.units, right),
         )
 
-    def _rebind(self, source: SourceAxis, classes: Tensor) -> bool:
+    def _reorder(self, units: Tensor, classes: Tensor) -> tuple[int, Tensor] | None:
+        """The order in which the one producer of ``units`` would have to make them."""
+        if units.shape != classes.shape or units.dim() != 1:
+            return None
+        for source in self._relations.sources:
+            if source.role == "out" and source.first <= int(units.min()) < source.first + source.size:
+                order = self.order[source.first]
+                known = source.first in self._orders or order.dim() != 1
+                if known or not torch.equal(units.sort()[0], (order + source.first).sort()[0]):
+                    return None
+                own = self._classes[order + source.first]
+                if not torch.equal(own.sort()[0], classes.sort()[0]):
+                    return None
+                return source.first, order[_matching(own, classes)]
+        return None
+
+    def _rebind(self, source: SourceAxis, units: Tensor) -> bool:
         """Keep the slices of a parameter in the order in which their channels arrive."""
         if source.first in self._pinned:
             return False
-        shape, classes = classes.shape, classes.reshape(-1)
-        own = self._classes[source.labels().reshape(-1)]
-        own_order = torch.argsort(own, stable=True)
-        wanted = torch.argsort(classes, stable=True)
-        kept = own_order[self._kept[own[own_order]]]
-        if len(kept) != len(wanted) or bool((own[kept] != classes[wanted]).any()):
+        arrived = self._relations.arrivals.get(source.first)
+        if arrived is None or arrived.numel() != source.size:
             return False
-        order = torch.empty_like(kept)
-        order[wanted] = kept  # the k-th slice of a unit goes where its k-th channel arrives
-        self.order[source.first] = order.reshape(shape)
+        # By label, not by class: slices of one unit can arrive in another order too.
+        arrived, wanted = arrived.reshape(-1), units.reshape(-1)
+        kept = torch.nonzero(self.kept(arrived)).reshape(-1)
+        if not torch.equal(arrived[kept].sort()[0], wanted.sort()[0]):
+            return False
+        order = kept[_matching(arrived[kept], wanted)]
+        self.order[source.first] = order.reshape(units.shape)
         self._pinned.add(source.first)
         return True
 
@@ -362,7 +391,7 @@ class Replay(Algebra):
 
 def _matching(labels: Tensor, wanted: Tensor) -> Tensor:
     """Positions in ``labels`` of each entry of ``wanted``, the k-th of a label for its k-th."""
-    result = torch.empty_like(wanted)
+    result = torch.empty(wanted.shape, dtype=torch.int64)
     result[torch.argsort(wanted, stable=True)] = torch.argsort(labels, stable=True)
     return result
 

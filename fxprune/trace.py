@@ -451,7 +451,9 @@ class _Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return self._record_property(func, args)
-        if getattr(torch.Tensor, name, None) is func and not name.startswith("__"):
+        if name == "__getitem__":
+            target = operator.getitem
+        elif getattr(torch.Tensor, name, None) is func and not name.startswith("__"):
             kind, target = "call_method", name
         return self._record(kind, target, func, args, kwargs, known=for_function(func) is not None)
 

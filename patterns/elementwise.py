@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from fxprune.channels import remap
 from fxprune.registry import module, op
 
 ACTIVATIONS = (
@@ -72,7 +73,7 @@ def slopes(a, call, weight):
     x = call.channels()
     w = call.tensor(weight, {"stat": (0,)})
     dim = 1 if len(x.shape) > 1 else 0
-    wide = a.view(call, w, tuple(w.shape[0] if d == dim else 1 for d in range(len(x.shape))))
+    wide = remap(w, {0: dim}, tuple(w.shape[0] if d == dim else 1 for d in range(len(x.shape))))
     return a.meet(
         call, [x, wide], lambda t: t[0].clamp(min=0) + t[1] * t[0].clamp(max=0), x.shape
     )

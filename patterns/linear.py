@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from fxprune.channels import remap
 from fxprune.registry import module, op
 
 
@@ -22,8 +23,12 @@ def add_bias(a, call, y, bias, dim):
     b = call.tensor(bias, {"shift": (0,)})
     if b is None:
         return y
-    wide = a.view(call, b, tuple(n if d == dim else 1 for d, n in enumerate(y.shape)))
-    return a.meet(call, [y, wide], lambda t: t[0] + t[1], y.shape)
+    return a.meet(call, [y, along(b, dim, y)], lambda t: t[0] + t[1], y.shape)
+
+
+def along(vector, dim, x):
+    """A vector laid along one dimension of ``x``, to meet it there."""
+    return remap(vector, {0: dim}, tuple(n if d == dim else 1 for d, n in enumerate(x.shape)))
 
 
 def widths(m, new):

@@ -104,7 +104,15 @@ def bilinear(a, call):
     return a.unknown(call)
 
 
-@op("scaled_dot_product_attention")
+def same_scale(call, new):
+    """The default scale reads the width of a head: it stays what it was."""
+    width = call.node.args[0].meta["spec"].shape[-1]
+    if call.channels().shape[-1] == width or call.kwargs.get("scale") is not None:
+        return {}
+    return {(6, "scale"): width**-0.5}
+
+
+@op("scaled_dot_product_attention", resize=same_scale)
 def attention(a, call):
     """softmax(q kᵀ) v: q and k share their head dimension's units, all of them share heads."""
     q, k, v = (a.channels(value) for value in call.inputs[:3])

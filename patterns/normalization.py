@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fxprune.channels import remap
+from fxprune.patterns.linear import along
 from fxprune.registry import module, op
 
 
@@ -13,7 +14,7 @@ def per_channel(a, call, x, names, function, dim=1):
     """Vectors over the channels: each is one more operand that shares their units."""
     roles = {"weight": "scale", "bias": "shift"}
     given = {
-        key: a.view(call, t, tuple(n if d == dim else 1 for d, n in enumerate(x.shape)))
+        key: along(t, dim, x)
         for key, value in names.items()
         if (t := call.tensor(value, {roles.get(key, "stat"): (0,)})) is not None
     }
@@ -156,9 +157,8 @@ def group(a, call, x, groups, weight, bias):
             a.hold(axis, [0])
         for axis in x.axes:
             a.approximate(axis, call)
-    wide = tuple(n if d == 1 else 1 for d, n in enumerate(x.shape))
     given = {
-        role: a.view(call, t, wide)
+        role: along(t, 1, x)
         for value, role in ((weight, "scale"), (bias, "shift"))
         if (t := call.tensor(value, {role: (0,)})) is not None
     }

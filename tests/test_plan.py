@@ -1,0 +1,229 @@
+"""The plan says what goes, what stays and why, and chooses what the settings ask for."""
+
+from __future__ import annotations
+
+import inspect
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxprune
+
+from .oracle import difference, run
+
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def coupled(seed=0):
+    """conv - batch norm - ReLU - conv: one group of 8 units over 4 tensors and 2 statistics."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    for p in net.parameters():
+        nn.init.normal_(p)
+    return net.eval()
+
+
+def deep():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 12, 3), nn.ReLU(), nn.Flatten(),
+        nn.Linear(192, 10), nn.Tanh(), nn.Linear(10, 4),
+    )  # fmt: skip
+
+
+def group(plan, name):
+    return next(g for g in plan.groups if g.name == name)
+
+
+def widths(plan):
+    return {g.name: g.kept for g in plan.groups if not g.name.endswith("(input)")}
+
+
+# -- what a plan holds ---------------------------------------------------------------------------
+
+
+def test_a_group_lists_each_tensor_and_dimension_that_shrinks_together():
+    net = coupled()
+    plan = fxprune.plan(net, X, sparsity=0.25)
+    found = group(plan, "0")
+    assert sorted(found.members) == sorted([
+        ("0.weight", 0), ("0.bias", 0), ("1.weight", 0), ("1.bias", 0), ("1.running_mean", 0),
+        ("1.running_var", 0), ("3.weight", 1),
+    ])  # fmt: skip
+    assert (found.width, found.kept, len(found.removed)) == (8, 6, 2)
+    assert found.frozen is None and found.approximate == [] and found.importance.shape == (8,)
+    assert group(plan, "3").frozen == "it is an output of the model"
+    tensors = net.state_dict()
+    assert all(dim < tensors[name].dim() for g in plan.groups for name, dim in g.members)
+
+
+def test_kept_are_the_indices_that_a_slice_by_hand_needs():
+    net = coupled()
+    plan = fxprune.plan(net, X)
+    stays = torch.tensor([i for i in range(8) if i not in group(plan, "0").removed.tolist()])
+    assert set(plan.kept) == {name for name, _ in group(plan, "0").members}
+    small, state = plan.apply(net), net.state_dict()
+    for name, dims in plan.kept.items():
+        (dim, indices), = dims.items()
+        assert torch.equal(indices, stays) and indices.dtype == torch.int64
+        if name not in ("3.bias",):
+            expected = state[name].index_select(dim, indices)
+            assert torch.equal(small.state_dict()[name], expected)
+
+
+def test_kept_counts_slices_where_a_unit_has_several():
+    plan = fxprune.plan(deep(), X)
+    rows = plan.kept["2.weight"][0].tolist()
+    assert plan.kept["5.weight"][1].tolist() == [16 * r + i for r in rows for i in range(16)]
+
+
+def test_the_lowest_scores_go():
+    plan = fxprune.plan(deep(), X)
+    for g in plan.groups:
+        if len(g.removed):
+            assert sorted(g.importance.argsort()[: len(g.removed)].tolist()) == g.removed.tolist()
+
+
+# -- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sparsity, left", [(0, 8), (0.25, 6), (0.5, 4), (0.9, 1), (0.99, 1)])
+def test_sparsity_is_the_share_of_units_that_go_and_one_always_stays(sparsity, left):
+    plan = fxprune.plan(coupled(), X, sparsity=sparsity)
+    assert widths(plan) == {"0": left, "3": 4}
+    assert plan.apply(coupled())[0].out_channels == left
+
+
+def test_sparsity_by_glob_and_by_type_leaves_other_layers_whole_with_a_reason():
+    plan = fxprune.plan(deep(), X, sparsity={"[0-1]*": 0.25, nn.Linear: 0.5})
+    assert widths(plan) == {"0": 6, "2": 12, "5": 5, "7": 4}
+    assert dict(plan.skipped)["2"] == group(plan, "2").frozen == "sparsity does not name 2"
+
+
+@pytest.mark.parametrize("key", ["2", "[2]", "module", [nn.Linear, "2"], nn.Conv2d], ids=str)
+def test_ignore_by_name_glob_module_or_type_keeps_every_output_channel(key):
+    net = deep()
+    plan = fxprune.plan(net, X, ignore=net[2] if key == "module" else key)
+    expected = {"0": 4, "2": 12, "5": 5, "7": 4}
+    expected |= {"5": 10} if isinstance(key, list) else {"0": 8} if key is nn.Conv2d else {}
+    assert widths(plan) == expected
+    assert "ignore" in dict(plan.skipped)["2"]
+    assert plan.apply(net)[2].out_channels == 12
+
+
+@pytest.mark.parametrize("round_to, left", [(1, 5), (2, 6), (3, 6), (4, 8), (16, 10)])
+def test_round_to_gives_multiples_and_never_more_than_there_were(round_to, left):
+    net = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 2))
+    plan = fxprune.plan(net, torch.ones(1, 6), round_to=round_to)
+    assert widths(plan)["0"] == left
+
+
+# -- importance ----------------------------------------------------------------------------------
+
+
+def slices(net):
+    """All weights that go with each of the 8 units; biases and statistics do not count."""
+    made, scale, read = net[0].weight, net[1].weight[:, None], net[3].weight.transpose(0, 1)
+    return torch.cat([made.flatten(1), scale, read.flatten(1)], 1).detach().double()
+
+
+def spread(net):
+    flat = net[0].weight.detach().double().flatten(1)
+    return (flat[:, None] - flat).square().sum(-1).sqrt().sum(1)
+
+
+@pytest.mark.parametrize("importance, direct", [
+    ("l2", lambda net: slices(net).square().mean(1).sqrt()),
+    ("l1", lambda net: slices(net).abs().mean(1)),
+    ("fpgm", spread),
+    (lambda parts: sum(s.total(s.weights.sum(1)) for s in parts if s.role == "out"),
+     lambda net: net[0].weight.detach().double().flatten(1).sum(1)),
+    (lambda parts: torch.arange(8.0), lambda net: torch.arange(8.0)),
+], ids=["l2", "l1", "fpgm", "callable", "tensor"])  # fmt: skip
+def test_importance_equals_a_direct_computation(importance, direct):
+    net = coupled()
+    found = group(fxprune.plan(net, X, importance=importance), "0")
+    assert torch.allclose(found.importance, direct(net).double(), rtol=1e-6)
+    assert found.removed.tolist() == sorted(direct(net).argsort()[:4].tolist())
+
+
+def test_random_importance_repeats_itself_and_does_not_look_at_weights():
+    scores = [group(fxprune.plan(coupled(seed), X, importance="random"), "0").importance
+              for seed in (0, 1)]  # fmt: skip
+    assert torch.equal(*scores) and len(scores[0].unique()) == 8
+    weights = group(fxprune.plan(coupled(), X, importance="l2"), "0").importance
+    assert not np.array_equal(scores[0].argsort(), weights.argsort())
+
+
+# -- reports -------------------------------------------------------------------------------------
+
+
+def test_the_table_fits_a_terminal_and_names_every_layer_with_its_widths():
+    net = nn.Sequential()
+    net.add_module("a_module_with_a_very_long_name_indeed_to_break_tables", deep())
+    text = str(fxprune.plan(net, X, ignore="*.5"))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "8 -> 4" in text and "12 -> 6" in text and "is in ignore" in text
+    plain = str(fxprune.plan(deep(), X))
+    for name, width in (("0", "8 -> 4"), ("2", "12 -> 6"), ("5", "10 -> 5"), ("7", "4")):
+        assert any(line.startswith(name) and width in line for line in plain.splitlines())
+
+
+def test_every_layer_that_stays_whole_is_skipped_with_its_reason():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.never = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return F.softmax(self.b(F.relu(self.a(x))), 1)
+
+    plan = fxprune.plan(Net(), X)
+    assert [what for what, _ in plan.skipped] == ["b", "never"]
+    assert "softmax" in plan.skipped[0][1] and "not called" in plan.skipped[1][1]
+
+
+def test_components_of_the_graph_are_the_groups():
+    plan = fxprune.plan(deep(), X)
+    assert isinstance(plan.graph, nx.Graph)
+    parts = [sorted({plan.graph.nodes[n]["name"] for n in part})
+             for part in nx.connected_components(plan.graph)]  # fmt: skip
+    assert sorted(parts) == sorted(sorted({name for name, _ in g.members}) for g in plan.groups)
+
+
+def test_planning_twice_gives_the_same_plan_and_a_plan_serves_a_retrained_model():
+    first, second = (fxprune.plan(coupled(), X) for _ in range(2))
+    assert str(first) == str(second)
+    other = coupled(seed=3)
+    small, masked = first.apply(other), first.mask(other)
+    assert difference(run(small, X), run(masked, X)) < 1e-5
+
+
+# -- the interface -------------------------------------------------------------------------------
+
+
+def test_public_signatures_are_pinned():
+    tail = (
+        "*, sparsity: 'float | Mapping[Any, float]' = 0.5, "
+        "ignore: 'Iterable[Any] | str | type | nn.Module' = (), importance: 'Any' = 'l2', "
+        "round_to: 'int' = 1, bias: 'str' = 'propagate', exact: 'bool' = False, "
+        "attention: 'str' = 'heads') -> 'PruningPlan'"
+    )
+    head = "(model: 'nn.Module', example_input: 'Any'"
+    signature = {name: str(inspect.signature(getattr(fxprune, name)))
+                 for name in ("plan", "trace", "prune")}  # fmt: skip
+    assert signature == {
+        "plan": f"{head}, {tail}", "trace": f"{head}) -> 'fx.GraphModule'",
+        "prune": f"{head}, *, inplace: 'bool' = False, verify: 'bool' = True, "
+                 "**settings: 'Any') -> 'nn.Module'",
+    }  # fmt: skip
+    for name, rest in (("mask", ""), ("apply", ", *, inplace: 'bool' = False")):
+        found = str(inspect.signature(getattr(fxprune.PruningPlan, name)))
+        assert found == f"(self, model: 'nn.Module'{rest}) -> 'nn.Module'"
+    assert fxprune.__all__ == [
+        "ChannelGroup", "InputError", "ModelError", "PlanError", "ProofError", "PruningError",
+        "PruningPlan", "PruningWarning", "SettingError", "plan", "prune", "trace",
+    ]  # fmt: skip

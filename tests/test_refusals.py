@@ -1,0 +1,115 @@
+"""What cannot be done is refused by an error of one family: what, where and what to do instead."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fxprune
+from fxprune import errors
+
+from .snapshot import Snapshot
+
+X = torch.ones(2, 6)
+
+
+def small_net(*layers):
+    return nn.Sequential(*(layers or (nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))))
+
+
+@pytest.mark.parametrize("step", ["mask", "apply"])
+def test_a_plan_refuses_a_model_it_does_not_fit_and_leaves_it_alone(step):
+    plan = fxprune.plan(small_net(), X)
+    for other, said in [
+        (small_net(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4)), r"0.weight has shape \(10, 6\)"),
+        (small_net(nn.Linear(6, 8)), "2.weight"),
+        (plan.apply(small_net()), "make a new plan|Make a new plan"),
+    ]:
+        before = Snapshot(other)
+        with pytest.raises(fxprune.PlanError, match=said):
+            getattr(plan, step)(other)
+        assert before.differences() == []
+
+
+def wrong(problem):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {
+            "no module": lambda: "resnet18",
+            "class": lambda: nn.ReLU,
+            "parallel": lambda: nn.DataParallel(small_net()),
+            "scripted": lambda: torch.jit.script(small_net()),
+            "scripted part": lambda: small_net(torch.jit.script(nn.Linear(6, 4))),
+            "quantized": lambda: torch.ao.quantization.quantize_dynamic(small_net(), {nn.Linear}),
+            "compiled": lambda: torch.compile(small_net()),
+            "lazy": lambda: small_net(nn.LazyLinear(4)),
+            "meta": lambda: nn.Linear(6, 4, device="meta"),
+        }[problem]()
+
+
+@pytest.mark.parametrize("problem, said", [
+    ("no module", "not a torch.nn.Module"), ("class", "pass an instance"),
+    ("parallel", "model.module"), ("scripted", "scripted from"), ("scripted part", "'0'.*scripted"),
+    ("quantized", "'0'.*prune first, then quantize"), ("compiled", "_orig_mod"),
+    ("lazy", "run the model once"), ("meta", "meta device"),
+])  # fmt: skip
+def test_models_that_cannot_be_pruned_are_refused_with_what_to_do(problem, said):
+    with pytest.raises(fxprune.ModelError, match=said):
+        fxprune.prune(wrong(problem), X)
+
+
+SETTINGS = [
+    ({"sparsity": 1.0}, r"1.0.*\[0, 1\)"), ({"sparsity": -0.1}, "-0.1"),
+    ({"sparsity": True}, "True"), ({"sparsity": "a"}, "'a'"),
+    ({"sparsity": float("nan")}, "nan"), ({"sparsity": None}, "None"),
+    ({"sparsity": {"0": 1.0}}, "1.0"), ({"sparsity": {"0": "a"}}, "'a'"),
+    ({"sparsity": {3: 0.5}}, "sparsity: 3"), ({"sparsity": {"00": 0.5}}, "did you mean '0'"),
+    ({"ignore": ["00"]}, "did you mean '0'"), ({"ignore": "layer*"}, "named_modules"),
+    ({"ignore": nn.Conv2d}, "Conv2d"), ({"ignore": [nn.Linear(1, 1)]}, "Linear"),
+    ({"ignore": 3}, "ignore"), ({"ignore": [3]}, "ignore: 3"),
+    ({"importance": "l3"}, "l3.*l2"), ({"importance": 3}, "importance=3"),
+    ({"importance": lambda group: [1.0]}, "group '0.*8 units"),
+    ({"importance": lambda group: [float("nan")] * 8}, "NaN for group '0"),
+    ({"importance": lambda group: "a"}, "importance"),
+    ({"round_to": 0}, "round_to=0"), ({"round_to": 2.5}, "2.5"), ({"round_to": True}, "True"),
+    ({"bias": "keep"}, "'propagate' or 'drop'"), ({"attention": "rows"}, "'heads'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings, said", SETTINGS, ids=[str(i) for i in range(len(SETTINGS))])
+def test_settings_that_mean_nothing_are_refused_by_name_and_value(settings, said):
+    model = small_net()
+    before = Snapshot(model)
+    with pytest.raises(fxprune.SettingError, match=said):
+        fxprune.prune(model, X, **settings)
+    assert before.differences() == []
+
+
+@pytest.mark.parametrize("x", [torch.randn(2, 5), "a", (), {"y": 1}, None], ids=str)
+def test_an_input_that_does_not_run_is_told_with_the_models_own_error(x):
+    with pytest.raises(fxprune.InputError, match="Sequential does not run") as caught:
+        fxprune.prune(small_net(), x)
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_model_with_nothing_to_prune_comes_back_equal_with_a_warning_that_says_why(inplace):
+    model, x = nn.Linear(6, 4), X
+    before = Snapshot(model)
+    with pytest.warns(fxprune.PruningWarning, match="output of the model"):
+        result = fxprune.prune(model, x, inplace=inplace)
+    assert (result is model) == inplace
+    assert torch.equal(result(x), model(x)) and before.differences() == []
+
+
+def test_every_error_is_of_one_family_and_exported():
+    found = [c for _, c in inspect.getmembers(errors, inspect.isclass)]
+    assert len(found) >= 7
+    for error in found:
+        assert issubclass(error, (fxprune.PruningError, fxprune.PruningWarning))
+        assert getattr(fxprune, error.__name__) is error and error.__doc__
+    assert issubclass(fxprune.SettingError, ValueError)

@@ -1,0 +1,99 @@
+"""fxprune.trace watches one run: model, inputs and PyTorch are as before, no activation lives on."""
+
+from __future__ import annotations
+
+import types
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import fxprune
+
+from .oracle import difference, run, tensors
+from .snapshot import Snapshot
+from .test_trace import Net, attention, data, line, make
+
+
+def everything():
+    """A model with something of all that tracing could disturb."""
+    net = Net(attention, qkv=nn.Linear(6, 18), num_heads=2, scale=3**-0.5, sizes=[1, 2],
+              config=types.SimpleNamespace(width=6, sizes=(1, 2)))  # fmt: skip
+    net.norm, net.drop = nn.BatchNorm1d(6), nn.Dropout(0.5)
+    net._run = lambda s, x: s.drop(s.norm(attention(s, x))) + 0 * torch.rand(6)
+    net.norm.eval()
+    net.qkv.bias.requires_grad_(False)
+    net.register_forward_hook(lambda m, i, o: o * 2)
+    net.qkv.register_forward_pre_hook(lambda m, i: None)
+    net(data()).sum().backward()
+    return net
+
+
+def fails(s, x):
+    s.qkv(x)
+    raise s.error
+
+
+def test_tracing_leaves_flags_hooks_buffers_attributes_random_state_and_gradients_alone():
+    model = everything()
+    before = Snapshot(model)
+    graph = fxprune.trace(model, data())
+    assert before.differences() == []
+    model.eval()  # the noise and the dropout were off or multiplied by 0
+    assert difference(run(graph, data(batch=3)), run(model, data(batch=3))) == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("wrong shape"), KeyboardInterrupt()], ids=repr)
+def test_a_run_that_fails_leaves_the_model_and_module_calls_as_they_were(error):
+    model = everything()
+    model._run, model.error = fails, error
+    before = Snapshot(model)
+    with pytest.raises((fxprune.InputError, KeyboardInterrupt)):
+        fxprune.trace(model, data())
+    assert before.differences() == []
+
+
+def test_an_error_of_the_model_is_chained_and_told():
+    with pytest.raises(fxprune.InputError, match=r"mat1 and mat2.*\(2, 5\)|\(2, 5\).*mat1 and mat2"
+                       ) as caught:  # fmt: skip
+        fxprune.trace(nn.Linear(6, 3), torch.randn(2, 5))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_sizes_that_the_model_stores_while_it_runs_are_plain_ints_afterwards():
+    def forward(s, x):
+        s.length, s.shape = x.shape[1] * 2, x.shape
+        return s.a(x)
+
+    net = Net(forward, a=nn.Linear(6, 6))
+    fxprune.trace(net, data())
+    assert type(net.length) is int and [type(n) for n in net.shape] == [int] * 3
+
+
+def test_no_activation_outlives_the_models_own_use_of_it():
+    alive = []
+
+    def forward(s, x):
+        y = s.a(x)
+        watched = weakref.ref(y)
+        z = torch.tanh(y)
+        del y
+        alive.append(watched() is not None)
+        return s.b(z)
+
+    net = Net(forward, **dict(zip("ab", line(6, 8, 6), strict=True)))
+    fxprune.trace(net, data())
+    assert alive == [False]
+
+
+def test_the_graph_shares_parameters_and_keeps_no_tensor_of_the_run():
+    model, x = make("attention"), data()
+    watched = weakref.ref(x)
+    graph = fxprune.trace(model, x)
+    del x
+    assert watched() is None
+    assert tensors(list(graph.graph.nodes)) == []
+    with torch.no_grad():
+        model.qkv.weight.mul_(2)
+    assert difference(run(model, data()), run(graph, data())) == 0
