@@ -316,8 +316,9 @@ class Algebra:
         for x in operands:
             if not x.touching(dims):
                 stiff = [d for d in wide if x.shape[d] > 1]
-                if stiff == wide:
+                if wide and stiff == wide:
                     self.freeze(first, f"it meets a tensor of fixed width in {call.name}", call)
+                    return None
                 elif stiff:
                     self.hold(first, stiff)
         constant, border = self.meet_constants(call, operands, dims, shape, function)

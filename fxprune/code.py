@@ -82,25 +82,16 @@ def _restore(base: type, code: Code) -> Any:
     return cls.__new__(cls)
 
 
-def rewrite(trace: Trace, wrong: list[WrongSize]) -> dict[str, Code]:
-    """New code for each module that computes a wrong size, by path.
+def rewrite(trace: Trace, index: int, wrong: list[WrongSize]) -> Code:
+    """New code for the module of call ``index``, which computes the wrong sizes.
 
     Raises:
         CannotRewrite: with the reason.
     """
-    by_call: dict[int, list[WrongSize]] = {}
-    for size in wrong:
-        call = size.node.meta.get("call")
-        if call is None:
-            raise CannotRewrite("it is computed outside of any module")
-        by_call.setdefault(call, []).append(size)
-    result = {}
-    for index, sizes in by_call.items():
-        path = trace.calls[index].path
-        if sum(call.path == path for call in trace.calls) > 1:
-            raise CannotRewrite(f"{path or 'the model'} runs more than once")
-        result[path] = Code.of(_Body(trace, index, sizes).build())
-    return result
+    path = trace.calls[index].path
+    if sum(call.path == path for call in trace.calls) > 1:
+        raise CannotRewrite(f"{path or 'the model'} runs more than once")
+    return Code.of(_Body(trace, index, wrong).build())
 
 
 class _Body:

@@ -22,7 +22,7 @@ from .constants import Constants
 from .discover import Discover, Note, Relations
 from .errors import PruningWarning, SettingError
 from .fold import Folds, folds
-from .replay import Mismatch, Replay
+from .replay import Mismatch, Replay, WrongSize
 from .select import Choice
 from .slots import Slots
 from .trace import Trace, record
@@ -487,27 +487,39 @@ class Planner:
         if fresh:
             self.attributes.update(fresh)
             return False
-        try:
-            self.code = rewrite(self.trace, replay.wrong)
-            return True
-        except CannotRewrite as error:
-            why = str(error)
-        wrong = replay.wrong[0]
-        self.attributes.clear()
-        where = wrong.node.meta.get("where", "")
-        self._freeze(
-            wrong.units,
+        by_call: dict[int, list[WrongSize]] = {}
+        for wrong in replay.wrong:
+            by_call.setdefault(wrong.node.meta["call"], []).append(wrong)
+        stands = True
+        for index, sizes in by_call.items():
+            try:
+                self.code[self.trace.calls[index].path] = rewrite(self.trace, index, sizes)
+            except CannotRewrite as error:
+                stands = False
+                self._freeze_size(sizes[0], str(error))
+        if not stands:
+            self.attributes.clear()
+        return stands
+
+    def _freeze_size(self, wrong: WrongSize, why: str) -> None:
+        line = wrong.node.meta.get("where", "")
+        reason = (
             f"the code computes {shown(wrong.computed)} where it has to be {shown(wrong.needed)}, "
-            f"and {why}",
-            where.rpartition("/")[2] or str(wrong.node), where,
-        )  # fmt: skip
-        return False
+            f"and {why}"
+        )
+        place = line.rpartition("/")[2] or str(wrong.node)
+        self._freeze(wrong.units, reason, place, line, must=False)
 
-    def _freeze(self, labels: np.ndarray, reason: str, where: str, line: str) -> None:
-        self._freeze_classes(np.unique(self.relations.classes[labels]), reason, where, line)
+    def _freeze(
+        self, labels: np.ndarray, reason: str, where: str, line: str, *, must: bool = True
+    ) -> None:
+        classes = np.unique(self.relations.classes[labels])
+        self._freeze_classes(classes, reason, where, line, must=must)
 
-    def _freeze_classes(self, classes: np.ndarray, reason: str, where: str, line: str) -> None:
-        """Freeze the groups of these units that lose any."""
+    def _freeze_classes(
+        self, classes: np.ndarray, reason: str, where: str, line: str, *, must: bool = True
+    ) -> None:
+        """Freeze the groups of these units that lose any; ``must`` be some."""
         found = False
         for group in self.groups:
             inside = np.isin(group.units, classes)
@@ -515,7 +527,7 @@ class Planner:
                 group.frozen = f"{reason} ({where})" if where else reason
                 group.line = line
                 found = True
-        assert found, (reason, where)
+        assert found or not must, (reason, where)
 
     # -- the result -----------------------------------------------------------------------------
 

@@ -74,6 +74,14 @@ def plain(number: Any) -> Any:
     return float(number) if isinstance(number, TracedFloat) else number
 
 
+def expression(number: Any) -> Any:
+    """A hashable form of what a number is made of: the same for equal expressions only."""
+    origin = getattr(number, "origin", None)
+    if isinstance(origin, Operation):
+        return (origin.function, *map(expression, origin.operands))
+    return number if origin is None else origin
+
+
 _BINARY = ("add", "sub", "mul", "floordiv", "mod", "pow", "truediv")
 _NUMBERS = (int, float, TracedInt, TracedFloat)
 

@@ -31,7 +31,7 @@ _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
 _READS_DATA = ("bool", "int", "float", "index", "item", "tolist")
 # Nothing in a frame of these folders is the user's own code.
-_LIBRARY = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+_LIBRARY = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/", "<")
 _BASIC = (
     str, int, float, bool, complex, type(None), type(Ellipsis),
     torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -376,8 +376,7 @@ class _Recorder(TorchFunctionMode):
         origin = getattr(number, "origin", None)
         if origin is None:
             return number
-        # Equal expressions of equal value are one node.
-        key = (origin, sizes.plain(number))
+        key = sizes.expression(number)
         if key not in self._memo:
             self._memo[key] = self._add(self._size_node(origin), number)
         return self._memo[key]

@@ -77,3 +77,19 @@ def slopes(a, call, weight):
     return a.meet(
         call, [x, wide], lambda t: t[0].clamp(min=0) + t[1] * t[0].clamp(max=0), x.shape
     )
+
+
+@op("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "bernoulli")
+def like(a, call):
+    """A tensor of x's shape: its width follows x's. Of random ones nothing is known."""
+    x = call.channels()
+    if call.pattern.name in ("zeros_like", "ones_like", "full_like"):
+        return a.meet(call, [x], lambda t: call.replay([t[0].nan_to_num()]), x.shape)
+    return a.forget(x)
+
+
+@op("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "zeros", "ones", "full",
+    "empty", "rand", "randn", "arange", "tensor", "as_tensor", "linspace", "eye", "numel")  # fmt: skip
+def fresh(a, call):
+    """A tensor of stated sizes: only the type and device of x matter."""
+    return a.rigid_result(call)

@@ -1,4 +1,4 @@
-"""A pruned model is an ordinary module: it trains, saves, loads, exports, compiles, prunes again."""
+"""A pruned model is an ordinary module: it trains, saves, exports, compiles and is pruned again."""
 
 from __future__ import annotations
 

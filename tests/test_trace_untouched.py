@@ -1,4 +1,4 @@
-"""fxprune.trace watches one run: model, inputs and PyTorch are as before, no activation lives on."""
+"""fxprune.trace watches one run: model, inputs and PyTorch are as before, activations die."""
 
 from __future__ import annotations
 
