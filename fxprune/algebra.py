@@ -213,9 +213,7 @@ class Algebra:
             call.module = self.modules[call.path]
             call.pattern = registry.for_module(call.module)
         else:
-            call.pattern = registry.for_function(
-                args[1] if node.target is getattr else node.target
-            )
+            call.pattern = registry.for_function(args[1] if node.target is getattr else node.target)
         if isinstance(node.target, type):
             return kwargs  # a container of the model's own: its fields
         self.resize(call)
@@ -244,7 +242,9 @@ class Algebra:
     def unknown(self, call: Call) -> Any:
         """A call that nothing is known about: what goes in stays whole, what comes out is rigid."""
         for value in call.inputs:
-            self.freeze_all(value, f"it goes into {call.name}, which fxprune has no pattern for", call)
+            self.freeze_all(
+                value, f"it goes into {call.name}, which fxprune has no pattern for", call
+            )
         return self.rigid_result(call)
 
     # -- words for patterns: values -----------------------------------------------------------
@@ -496,7 +496,9 @@ class Algebra:
         """A value over ``dims``: channels there end; what is left of a cut axis is tied together."""
         rank = len(x.shape)
         gone = {d % rank for d in dims} if rank else set()
-        where = {d: d if keepdim else d - sum(g < d for g in gone) for d in range(rank) if d not in gone}
+        where = {
+            d: d if keepdim else d - sum(g < d for g in gone) for d in range(rank) if d not in gone
+        }
         shape = tuple(
             1 if d in gone else n for d, n in enumerate(x.shape) if keepdim or d not in gone
         )
@@ -758,9 +760,7 @@ def _pad(x: Channels, rank: int) -> Channels:
     return replace(x, shape=x.shape + (1,) * (rank - len(x.shape)))
 
 
-def reshape_groups(
-    old: tuple[int, ...], new: tuple[int, ...]
-) -> list[tuple[list[int], list[int]]]:
+def reshape_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
     """Runs of old and new dimensions with equal numbers of elements, as short as they can be."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0

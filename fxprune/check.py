@@ -15,7 +15,9 @@ from .trace import bind_inputs
 def check_model(model: Any, example_input: Any) -> None:
     """Raise for models that no run can be recorded of, with what to do instead."""
     if isinstance(model, type) and issubclass(model, nn.Module):
-        raise ModelError(f"model is the class {model.__name__}; pass an instance: {model.__name__}(…)")
+        raise ModelError(
+            f"model is the class {model.__name__}; pass an instance: {model.__name__}(…)"
+        )
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -32,7 +34,7 @@ def check_model(model: Any, example_input: Any) -> None:
             raise ModelError(f"{where} is compiled; prune model._orig_mod, then compile the result")
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in tensors:
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if nn.parameter.is_lazy(tensor):
             raise ModelError(f"{name} is lazy and has no shape yet; run the model once first")
         if tensor.is_meta:
             raise ModelError(f"{name} is on the meta device and has no values; load weights first")

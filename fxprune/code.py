@@ -59,27 +59,24 @@ def rewritten_class(base: type, code: Code) -> type:
 
 
 @cache
-def _make_class(base: type, code: Code) -> type:
+def _make_class(base: Any, code: Code) -> type:
     def __reduce_ex__(self: Any, protocol: int) -> Any:
         return _restore, (base, code), self.__dict__
 
-    return type(
-        base.__name__,
-        (base,),
-        {
-            "__module__": base.__module__,
-            "__qualname__": base.__qualname__,
-            "__doc__": base.__doc__,
-            "__reduce_ex__": __reduce_ex__,
-            "_fxprune_base": base,
-            "forward": code.function(),
-        },
-    )
+    space = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce_ex__": __reduce_ex__,
+        "_fxprune_base": base,
+        "forward": code.function(),
+    }
+    return type(base.__name__, (base,), space)
 
 
 def _restore(base: type, code: Code) -> Any:
     cls = rewritten_class(base, code)
-    return cls.__new__(cls)
+    return object.__new__(cls)
 
 
 def rewrite(trace: Trace, index: int, wrong: list[WrongSize]) -> Code:
@@ -123,7 +120,11 @@ class _Body:
                 _, child = children.pop(at)
                 self._child(child)
                 skip_to = max(skip_to, child.stop)
-            if at >= skip_to and node not in self.local and node.op in ("call_function", "call_method", "call_module"):
+            if (
+                at >= skip_to
+                and node not in self.local
+                and node.op in ("call_function", "call_method", "call_module")
+            ):
                 if not self._is_number(node):
                     self._copy(node)
         for _, child in children.values():

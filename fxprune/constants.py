@@ -175,11 +175,11 @@ class Constants(Algebra):
             dead = self._is(self._removed, right.units)
             if not dead.any():
                 continue
-            weight = right if right.source and right.source.role == "in" else None
-            other = left
-            if weight is None and left.source and left.source.role == "in":
+            weight, other = right, left
+            if not (weight.source and weight.source.role == "in"):
                 weight, other = left, right
-            if weight is not None and set(other.dims) <= set(weight.dims):
+            reads = weight.source is not None and weight.source.role == "in"
+            if weight.source is not None and reads and set(other.dims) <= set(weight.dims):
                 constant = other.over(weight.dims, _or_nan(other)).expand(weight.units.shape)
                 border = border or ("padding" if other.border else "")
                 out = self._makers.get(weight.source.name)
@@ -222,7 +222,9 @@ class Constants(Algebra):
         return replace(axis, constant=torch.where(zero, 0.0, torch.nan).double(), border=False)
 
     def forget(self, value: Any) -> Any:
-        return replace(value, axes=tuple(replace(a, constant=None, border=False) for a in value.axes))
+        return replace(
+            value, axes=tuple(replace(a, constant=None, border=False) for a in value.axes)
+        )
 
     def emit(
         self, x: Channels, dims: Iterable[int], constant: Channels | None, known: bool = True

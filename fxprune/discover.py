@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import networkx as nx
 import numpy as np
@@ -113,7 +114,9 @@ class Discover(Algebra):
 
     def makes(self, axis: Axis) -> None:
         starts = np.array([s.first for s in self.sources] or [0])
-        for i in np.unique(np.searchsorted(starts, axis.units.reshape(-1).numpy(), side="right") - 1):
+        for i in np.unique(
+            np.searchsorted(starts, axis.units.reshape(-1).numpy(), side="right") - 1
+        ):
             if i >= 0 and self.sources[i].role.startswith("bare"):
                 self._set_role(int(i), "out")
 
@@ -191,7 +194,15 @@ class Discover(Algebra):
         components = self._components(natural, classes, bins)
         graph = self._dependency_graph(natural, components, bins)
         return Relations(
-            self.sources, classes, np.concatenate([[-1], components]), bins, self.frozen, self.counted, graph, self.arrivals, self.values
+            self.sources,
+            classes,
+            np.concatenate([[-1], components]),
+            bins,
+            self.frozen,
+            self.counted,
+            graph,
+            self.arrivals,
+            self.values,
         )
 
     def _solve(self) -> tuple[np.ndarray, np.ndarray]:
@@ -262,24 +273,28 @@ class Discover(Algebra):
         count = len(starts) + 1
         for left, right, call in self._couplings:
             real = (left != FROZEN) & (right != FROZEN)
-            owners = [np.searchsorted(starts, side[real], side="right") - 1 for side in (left, right)]
-            keys = np.unique(np.stack([owners[0] * count + owners[1], group_of[left[real]]]), axis=1)
+            owners = [
+                np.searchsorted(starts, side[real], side="right") - 1 for side in (left, right)
+            ]
+            keys = np.unique(
+                np.stack([owners[0] * count + owners[1], group_of[left[real]]]), axis=1
+            )
             for pair, group in keys.T:
                 a, b = int(pair) // count, int(pair) % count
                 if a != b:
                     graph.add_edge((a, int(group)), (b, int(group)), via=call)
         for bin_ in bins:
             members = [homes[int(u)] for u in np.unique(bin_.rows) if u]
-            for a, b in zip(members, members[1:], strict=False):
-                if a != b and not graph.has_edge(a, b):
-                    graph.add_edge(a, b, via=f"equal numbers: {bin_.where}")
+            for one, other in pairwise(members):
+                if one != other and not graph.has_edge(one, other):
+                    graph.add_edge(one, other, via=f"equal numbers: {bin_.where}")
         # A component is a group even where its axes meet nowhere but in one producer.
         whole: dict[int, list[tuple[int, int]]] = {}
         for node in graph.nodes:
             whole.setdefault(node[1], []).append(node)
         for nodes in whole.values():
             parts = [min(part) for part in nx.connected_components(graph.subgraph(nodes))]
-            for a, b in zip(parts, parts[1:], strict=False):
+            for a, b in pairwise(parts):
                 graph.add_edge(a, b, via="one producer")
         return graph
 

@@ -176,9 +176,9 @@ def _sink(constants: Constants, read: Read, model: nn.Module):
         if (m := constants.member(call, key)) is not None and m.name == read.axis.name
     )  # fmt: skip
     attribute = weight.replace("weight", "bias")
-    if isinstance(getattr(owner, attribute, None), Tensor):
-        name = constants.member(call, attribute)
-        return call.path, attribute, name.name, 1.0
+    bias = constants.member(call, attribute)
+    if bias is not None:
+        return call.path, attribute, bias.name, 1.0
     if not hasattr(owner, attribute):
         return None
     return _absorbing_norm(constants, call) or (call.path, attribute, "", 1.0)

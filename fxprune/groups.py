@@ -106,4 +106,3 @@ def _explain(group: Group, relations: Relations) -> None:
 def _note_for(labels: np.ndarray, relations: Relations) -> Note | None:
     direct = [n for n in relations.frozen if np.isin(n.units.numpy(), labels).any()]
     return direct[0] if direct else None
-

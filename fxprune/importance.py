@@ -92,7 +92,9 @@ def _mean(group: list[Slices], row_score: Callable[[Tensor], Tensor]) -> np.ndar
     for s in group:
         if s.role in ("shift", "stat"):
             continue  # a bias is not lost with its unit: it is folded
-        total += s.total(row_score(s.weights.float() if s.weights.dtype.itemsize < 4 else s.weights))
+        total += s.total(
+            row_score(s.weights.float() if s.weights.dtype.itemsize < 4 else s.weights)
+        )
         size += s.total(torch.full((len(s.weights),), s.weights.shape[1]))
     return total / np.maximum(size, 1)
 

@@ -25,7 +25,9 @@ class Mask(nn.Module):
         self.register_buffer("keep", keep)
 
     def forward(self, tensor: Tensor) -> Tensor:
-        return torch.where(self.keep, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
+        return torch.where(
+            self.keep, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+        )
 
     def right_inverse(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -64,7 +66,9 @@ def keep_masks(plan: Any, folds: Folds) -> dict[str, Tensor]:
             return
         keep = keeps.setdefault(axis.name, torch.ones(axis.tensor_shape, dtype=torch.bool))
         shape = [n if d in axis.dims else 1 for d, n in enumerate(axis.view)]
-        keeps[axis.name] = (keep.reshape(axis.view) & ~off.reshape(shape)).reshape(axis.tensor_shape)
+        keeps[axis.name] = (keep.reshape(axis.view) & ~off.reshape(shape)).reshape(
+            axis.tensor_shape
+        )
 
     for axis in plan._relations.sources:
         dead, silent = plan.flags("removed", axis), plan.flags("silent", axis)
@@ -89,8 +93,13 @@ def add_shift(model: nn.Module, shift: Shift) -> None:
     else:
         target = current
         if parametrize.is_parametrized(module, shift.attribute):
-            target = module.parametrizations[shift.attribute].original
+            target = parametrizations(module)[shift.attribute].original
         target.data = target.data + shift.delta.to(target).reshape(target.shape)
+
+
+def parametrizations(module: nn.Module) -> Any:
+    """The module's parametrizations by tensor name; empty where it has none."""
+    return getattr(module, "parametrizations", {})
 
 
 def own_class(module: nn.Module) -> None:
@@ -108,7 +117,7 @@ def bake(model: nn.Module) -> None:
         if not parametrize.is_parametrized(module):
             continue
         own_class(module)
-        for name, chain in list(module.parametrizations.items()):
+        for name, chain in list(parametrizations(module).items()):
             if not any(isinstance(p, Mask) for p in chain):
                 continue
             if all(isinstance(p, Mask) for p in chain):
@@ -137,7 +146,9 @@ def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 
 def _use_masked_weights(module: nn.Module) -> None:
     """nn.RNNBase reads a list of its weights that parametrizations do not reach."""
-    if isinstance(module, nn.RNNBase) and not isinstance(vars(type(module)).get("_flat_weights"), property):
+    if isinstance(module, nn.RNNBase) and not isinstance(
+        vars(type(module)).get("_flat_weights"), property
+    ):
 
         def get(self: Any) -> list[Any]:
             return [getattr(self, name) for name in self._flat_weights_names]

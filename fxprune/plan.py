@@ -167,7 +167,9 @@ class PruningPlan:
 
     def __repr__(self) -> str:
         pruned = sum(len(g.removed) > 0 for g in self.groups)
-        return f"PruningPlan({pruned} of {len(self.groups)} groups pruned, {len(self.kept)} tensors)"
+        return (
+            f"PruningPlan({pruned} of {len(self.groups)} groups pruned, {len(self.kept)} tensors)"
+        )
 
 
 def plan(
@@ -325,9 +327,7 @@ class Planner:
             return float(self.settings.sparsity), None
         fractions = []
         for path, module in owners:
-            found = [
-                v for k, v in self.settings.sparsity.items() if matches(k, path, module)
-            ]
+            found = [v for k, v in self.settings.sparsity.items() if matches(k, path, module)]
             if not found:
                 return 0.0, f"sparsity does not name {path}"
             fractions.append(found[0])

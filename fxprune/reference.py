@@ -126,4 +126,3 @@ def _tensor_nodes(node: fx.Node) -> list[fx.Node]:
 
     visit((node.args, node.kwargs))
     return found
-

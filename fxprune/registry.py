@@ -124,7 +124,7 @@ def for_module(instance: nn.Module) -> Pattern | None:
     forward = type(instance).forward
     for cls in type(instance).__mro__:
         if cls in _modules:
-            return _modules[cls] if cls.forward is forward else None
+            return _modules[cls] if getattr(cls, "forward", None) is forward else None
     return None
 
 

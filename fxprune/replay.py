@@ -195,15 +195,14 @@ class Replay(Algebra):
             return value.spec.shape
         old = self._by_name[value.name][0].view
         new = self.view_shape(value.name)
-        return tuple(
-            math.prod(new[d] for d in dims) for dims in view_dims(value.spec.shape, old)
-        )
+        return tuple(math.prod(new[d] for d in dims) for dims in view_dims(value.spec.shape, old))
 
     def number(self, node: fx.Node, args: tuple[Any, ...]) -> Any:
         if node.target == "size":
-            return self.values[node.args[0]].shape[args[1]] if isinstance(
-                self.values[node.args[0]], Channels
-            ) else self.tensor_shape(self.values[node.args[0]])[args[1]]  # fmt: skip
+            source, dim = args
+            return (source.shape if isinstance(source, Channels) else self.tensor_shape(source))[
+                dim
+            ]
         return node.target(*args) if callable(node.target) else node.meta["spec"]
 
     def _attribute(self, node: fx.Node) -> Any:
@@ -226,7 +225,9 @@ class Replay(Algebra):
             else:
                 call.kwargs = {**call.kwargs, name: needed}
 
-    def positions_kept(self, node: fx.Node, old: Channels, new: Channels) -> list[tuple[int, Tensor]]:
+    def positions_kept(
+        self, node: fx.Node, old: Channels, new: Channels
+    ) -> list[tuple[int, Tensor]]:
         """For each dimension of a value that shrinks, the old positions that stay, in order.
 
         Only of axes that cover one dimension: what counts channels sees no cut ones ragged.
@@ -334,7 +335,10 @@ class Replay(Algebra):
         if units.shape != classes.shape or units.dim() != 1:
             return None
         for source in self._relations.sources:
-            if source.role == "out" and source.first <= int(units.min()) < source.first + source.size:
+            if (
+                source.role == "out"
+                and source.first <= int(units.min()) < source.first + source.size
+            ):
                 order = self.order[source.first]
                 known = source.first in self._orders or order.dim() != 1
                 if known or not torch.equal(units.sort()[0], (order + source.first).sort()[0]):
@@ -369,11 +373,8 @@ class Replay(Algebra):
         holder = next(n for n in call.node.all_input_nodes if n is not source)
         before = self.before[holder]
         axis = before.axis(dim) if isinstance(before, Channels) else None
-        if axis is None:  # a parameter used bare
-            axis = self._sources.get((str(holder.target), len(x.shape), (dim,)))
-            units = None if axis is None else axis.labels()
-        else:
-            units = axis.units
+        bare = self._sources.get((str(holder.target), len(x.shape), (dim,)))
+        units = axis.units if axis is not None else None if bare is None else bare.labels()
         if units is None or units.dim() > 1:
             return old
         keep = self.kept(units)
@@ -421,9 +422,11 @@ def view_dims(shape: Sequence[int], view: Sequence[int]) -> list[list[int]]:
     """For each dimension of a tensor, the dimensions of its view that it is cut into."""
     if tuple(shape) == tuple(view):
         return [[d] for d in range(len(shape))]
-    result, d = [], 0
+    result: list[list[int]] = []
+    d = 0
     for size in shape:
-        dims, product = [], 1
+        dims: list[int] = []
+        product = 1
         while d < len(view) and (product < size or (view[d] == 1 and not dims)):
             dims.append(d)
             product *= view[d]

@@ -17,7 +17,7 @@ from .code import rewritten_class
 from .errors import ModelError
 from .fold import Carry, Folds
 from .kept import shrink
-from .masks import bake, check_fits, is_masked, keep_masks
+from .masks import bake, check_fits, is_masked, keep_masks, parametrizations
 from .trace import read_attribute
 
 
@@ -174,7 +174,11 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
         change.classes[path] = rewritten_class(type(model.get_submodule(path)), code)
     for path, module in model.named_modules():
         pattern = registry.for_module(module)
-        if pattern is not None and pattern.refresh is not None and path in plan._replay.module_sizes:
+        if (
+            pattern is not None
+            and pattern.refresh is not None
+            and path in plan._replay.module_sizes
+        ):
             change.refresh[path] = pattern.refresh
     return change
 
@@ -216,7 +220,7 @@ def _install(change: Change, model: nn.Module, journal: Journal, *, in_place: bo
     for name, new in change.computed.items():
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
-        for original in module.parametrizations[attribute].parameters():
+        for original in parametrizations(module)[attribute].parameters():
             journal.data(original, original.data)  # right_inverse writes into them
         setattr(module, attribute, new)
     for (path, attribute), new in change.made.items():

@@ -110,9 +110,10 @@ def _install(base: type, cls: type) -> None:
             binary(name, True)
 
     def negate(self: Any) -> Any:
-        return traced(base.__neg__(self), Operation(operator.neg, (self,)))
+        return traced(minus(self), Operation(operator.neg, (self,)))
 
-    cls.__neg__ = negate  # type: ignore[attr-defined]
+    minus = getattr(base, "__neg__")  # noqa: B009
+    setattr(cls, "__neg__", negate)  # noqa: B010
 
 
 _install(int, TracedInt)

@@ -106,7 +106,7 @@ def bind_inputs(model: nn.Module, example_input: Any) -> tuple[tuple[Any, ...], 
     if isinstance(example_input, dict) or (
         hasattr(example_input, "keys") and hasattr(example_input, "__getitem__")
     ):
-        return (), {key: example_input[key] for key in example_input.keys()}
+        return (), {key: example_input[key] for key in example_input}
     if isinstance(example_input, tuple):
         return example_input, {}
     return (example_input,), {}
@@ -283,7 +283,9 @@ class _Recorder(TorchFunctionMode):
         except (TypeError, ValueError):
             parameters = {}  # type: ignore[assignment]
         positional = [
-            n for n, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+            n
+            for n, p in parameters.items()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
         names = positional[: len(args)] + [f"arg{i}" for i in range(len(positional), len(args))]
         for name, value in [*zip(names, args, strict=True), *kwargs.items()]:
@@ -316,7 +318,9 @@ class _Recorder(TorchFunctionMode):
         if isinstance(value, (sizes.TracedInt, sizes.TracedFloat)):
             return self._size(value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {f.name: self.argument(getattr(value, f.name)) for f in dataclasses.fields(value)}
+            fields = {
+                f.name: self.argument(getattr(value, f.name)) for f in dataclasses.fields(value)
+            }
             return self._add(self.graph.call_function(type(value), (), fields), value)
         if isinstance(value, (tuple, list, dict, slice)):
             return tree.rebuild(value, self.argument)
@@ -341,7 +345,9 @@ class _Recorder(TorchFunctionMode):
         memo = (node, key)
         if memo not in self._memo:
             item = node.meta["spec"][key]
-            self._memo[memo] = self._add(self.graph.call_function(operator.getitem, (node, key)), item)
+            self._memo[memo] = self._add(
+                self.graph.call_function(operator.getitem, (node, key)), item
+            )
             self._memo[memo].meta["spec"] = item
         return self._memo[memo]
 
@@ -496,7 +502,9 @@ class _Recorder(TorchFunctionMode):
             return value  # a number, a flag, nothing: not part of the data flow
         if setitem:
             target = set_item
-        node = self._add(self.graph.create_node(kind, target, *inputs), args[0] if setitem else value)
+        node = self._add(
+            self.graph.create_node(kind, target, *inputs), args[0] if setitem else value
+        )
         node.meta["where"] = _where()
         if beneath is not None:
             node.meta["aten"] = beneath.finish(value)
@@ -608,7 +616,11 @@ def spec(value: Any) -> Any:
     if isinstance(value, torch.Size):
         return tuple(int(n) for n in value)
     if isinstance(value, (tuple, list)):
-        return type(value)(map(spec, value)) if type(value) in (tuple, list) else tuple(map(spec, value))
+        return (
+            type(value)(map(spec, value))
+            if type(value) in (tuple, list)
+            else tuple(map(spec, value))
+        )
     if isinstance(value, dict):
         return {key: spec(item) for key, item in value.items()}
     return value if type(value) in _BASIC else None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from fxprune.patterns.linear import add_bias
 from torch import nn
 
 from fxprune.algebra import Named
 from fxprune.channels import remap
-from fxprune.patterns.linear import add_bias
 from fxprune.registry import module, op
 
 
@@ -142,4 +142,3 @@ def aten_convolution(a, call):
         a, call, call.channels(), weight, call.arg(2, "bias"), call.arg(8, "groups"),
         transposed=transposed, border=border,
     )  # fmt: skip
-

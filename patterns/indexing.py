@@ -14,7 +14,8 @@ def per_dim(x, index):
     """(place in the index or None, dimension of x or None, item) for each item and dimension."""
     index = index if isinstance(index, tuple) else (index,)
     used = sum(1 for item in index if item is not None and item is not Ellipsis)
-    result, dim = [], 0
+    result: list = []
+    dim = 0
     for place, item in enumerate(index):
         if item is Ellipsis:
             skip = len(x.shape) - used
@@ -132,9 +133,7 @@ def aten_slice(a, call):
     bounds = slice(call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1))
     if x.axis(dim) is not None and bounds.indices(x.shape[dim]) != (0, x.shape[dim], 1):
         return a.unknown(call)  # beneath a call, where no code is there to take new bounds
-    return a.move(
-        call, x, lambda t: t[(slice(None),) * dim + (bounds,)], touched=[dim]
-    )
+    return a.move(call, x, lambda t: t[(slice(None),) * dim + (bounds,)], touched=[dim])
 
 
 @op("index_select")
@@ -152,4 +151,3 @@ def index_select(a, call):
 def data_dependent(a, call):
     """Positions or an order come out: along channels these would mean something else."""
     return a.unknown_along(call, f"{call.pattern.name} depends on which channels there are")
-

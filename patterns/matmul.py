@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from fxprune.algebra import broadcast_shape
 from fxprune.channels import remap
 from fxprune.registry import op
@@ -29,9 +28,7 @@ def product(a, call, x, y):
     shape = (*lead, x.shape[-2], y.shape[-1])
     batch = [(d, d, d) for d in range(len(lead))]
     k = rank - 1
-    result = a.contract(
-        call, x, y, [(k, k - 1)], batch, {k - 1: k - 1}, {k: k}, shape
-    )
+    result = a.contract(call, x, y, [(k, k - 1)], batch, {k - 1: k - 1}, {k: k}, shape)
     if first or second:
         ends = [*lead, *([] if first else [shape[-2]]), *([] if second else [shape[-1]])]
         result = a.view(call, result, tuple(ends))
@@ -60,7 +57,9 @@ def einsum(a, call):
     terms = left.split(",")
     if any(len(set(t)) != len(t) for t in terms) or not right:
         return a.unknown(call)
-    parts = [roles(call, value, term, terms, right) for value, term in zip(operands, terms, strict=True)]
+    parts = [
+        roles(call, value, term, terms, right) for value, term in zip(operands, terms, strict=True)
+    ]
     alone = [(x, t) for x, t in zip(parts, terms, strict=True)]
     alone = [sum_out(a, call, x, t, {c for u in terms if u is not t for c in u} | set(right))
              for x, t in alone]  # fmt: skip
@@ -129,5 +128,3 @@ def attention(a, call):
 def turned(x, rank):
     order = {d: d for d in range(rank - 2)} | {rank - 2: rank - 1, rank - 1: rank - 2}
     return remap(x, order, (*x.shape[:-2], x.shape[-1], x.shape[-2]))
-
-

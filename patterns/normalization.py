@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from fxprune.patterns.linear import along
 from torch import nn
 
 from fxprune.channels import remap
-from fxprune.patterns.linear import along
 from fxprune.registry import module, op
 
 

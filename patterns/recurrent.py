@@ -5,10 +5,10 @@ A masked unit has zero weights and zero biases, and emits zero from a zero state
 
 from __future__ import annotations
 
+from fxprune.patterns.joining import end_to_end, stack_parts
 from torch import nn
 
 from fxprune.channels import Channels, remap
-from fxprune.patterns.joining import end_to_end, stack_parts
 from fxprune.registry import module
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
@@ -53,9 +53,7 @@ def recurrent(a, call):
         states.append(stack_parts(a, call, cells, 0))
     state_spec = call.spec[1][0] if m.mode == "LSTM" else call.spec[1]
     batch = state_spec.shape[1:-1]
-    states = [
-        remap(s, {0: 0, 1: 1 + len(batch)}, (s.shape[0], *batch, s.shape[1])) for s in states
-    ]
+    states = [remap(s, {0: 0, 1: 1 + len(batch)}, (s.shape[0], *batch, s.shape[1])) for s in states]
     given = call.arg(1, "hx")
     for state, s in zip(given if isinstance(given, tuple) else [given], states, strict=False):
         if state is not None:
