@@ -14,8 +14,9 @@ from .errors import (
     PruningWarning,
     SettingError,
 )
-from .plan import ChannelGroup, PruningPlan, plan
-from .trace import trace
+from .planner import plan
+from .pruning_plan import ChannelGroup, PruningPlan
+from .recorder import trace
 
 __version__ = "0.1.0"
 __all__ = [

@@ -10,134 +10,29 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.nn.utils import parametrize
 
 from . import registry, tree
+from .call import Call, Named, Roles, leaves, map_channels, map_specs, rigid
 from .channels import (
-    FROZEN,
     Axis,
     Channels,
-    SourceAxis,
     compact,
     remap,
     run_on,
     varying,
 )
-from .trace import Spec, Trace, after_write
+from .layout import broadcast_shape, clusters, pad, place, reshape_groups, shift
+from .recorder import Trace, after_write
+from .spec import Spec
 
-Roles = Mapping[str, tuple[int, ...]]  # role -> the dimensions of one axis
 _NUMERIC = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod,
             operator.pow, operator.truediv, operator.neg)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Named:
-    """A parameter, buffer or constant as a value: it gets axes when an op says what it is."""
-
-    name: str
-    spec: Spec
-
-
-@dataclass
-class Call:
-    """One node of the trace as its pattern sees it; tensors among the arguments are Channels."""
-
-    algebra: Algebra
-    node: fx.Node
-    pattern: registry.Pattern | None
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    module: Any = None  # the leaf module of a call_module node
-    path: str = ""
-    inputs: list[Any] = field(default_factory=list)  # tensors among the arguments, in order
-
-    @property
-    def name(self) -> str:
-        """How reports name the call: the module's path, or the function and its place."""
-        if self.path:
-            return self.path
-        target = self.node.target
-        word = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-        word = registry.op_name(target) or word
-        where = self.node.meta.get("where", "")
-        return f"{word} ({where.rpartition('/')[2]})" if where else word
-
-    @property
-    def spec(self) -> Any:
-        return self.node.meta["spec"]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the result, at the widths of this pass."""
-        return self.algebra.result_shape(self.node)
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of a result that is a tuple of tensors."""
-        return self.algebra.result_shapes(self.node)
-
-    def literal_sizes(self) -> set[int]:
-        """Dimensions of the result that the code sizes by a number written in it."""
-        given = self.node.args[1:] or [v for k, v in self.node.kwargs.items() if k != "input"]
-        if len(given) == 1 and isinstance(given[0], (tuple, list)):
-            given = given[0]
-        return {i for i, n in enumerate(given) if isinstance(n, int) and n >= 0}
-
-    def view_of(self, name: str, view: tuple[int, ...]) -> tuple[int, ...]:
-        """A shape for a tensor of the leaf module, with -1 worked out."""
-        value = self.algebra.member(self, name)
-        assert value is not None
-        size = torch.Size(self.algebra.tensor_shape(value)).numel()
-        known = -torch.Size(view).numel()
-        return tuple(size // known if n == -1 else n for n in view)
-
-    def arg(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument by position or name; a tensor as :class:`Channels`."""
-        if position < len(self.args):
-            return self.args[position]
-        return self.kwargs.get(name, default)
-
-    def channels(self, position: int = 0, name: str = "input") -> Channels:
-        """A tensor argument, with the default axes where it is a parameter used bare."""
-        return self.algebra.channels(self.arg(position, name))
-
-    def tensor(
-        self, value: Any, roles: Roles, view: tuple[int, ...] | None = None
-    ) -> Channels | None:
-        """A weight: a tensor name of the leaf module, or an argument; with axes by ``roles``.
-
-        An argument that is not a parameter or buffer itself keeps the axes it has.
-        """
-        if isinstance(value, str):
-            value = self.algebra.member(self, value)
-        if isinstance(value, Named):
-            return self.algebra.source(value, roles, view)
-        if value is not None and view is not None and view != value.shape:
-            return self.algebra.view(self, value, view)
-        return value
-
-    def replay(self, replacements: Sequence[Tensor]) -> Tensor:
-        """The call on other tensors in the place of its tensor arguments, in their order."""
-        tensors = iter(replacements)
-
-        def swap(value: Any) -> Any:
-            if isinstance(value, (Channels, Named)):
-                return next(tensors)
-            if isinstance(value, (tuple, list, dict, slice)):
-                return tree.rebuild(value, swap)
-            return value
-
-        args, kwargs = swap(self.args), swap(self.kwargs)
-        if self.node.op == "call_module":
-            return self.module(*args, **kwargs)
-        if self.node.op == "call_method":
-            return getattr(args[0], str(self.node.target))(*args[1:], **kwargs)
-        return self.node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 class Algebra:
@@ -161,7 +56,7 @@ class Algebra:
             if node.op == "placeholder":
                 outer = node.meta.get("outer")  # set in the graph beneath a call
                 spec = node.meta["spec"]
-                values[node] = _map_specs(spec, rigid) if outer is None else values[outer]
+                values[node] = map_specs(spec, rigid) if outer is None else values[outer]
             elif node.op == "get_attr":
                 values[node] = self._attribute(node)
             elif node.op == "output":
@@ -217,7 +112,7 @@ class Algebra:
         if isinstance(node.target, type):
             return kwargs  # a container of the model's own: its fields
         self.resize(call)
-        return _map_channels(self.apply(call), _without_sources)
+        return map_channels(self.apply(call), _without_sources)
 
     def apply(self, call: Call) -> Any:
         if call.pattern is not None:
@@ -251,7 +146,7 @@ class Algebra:
 
     def rigid_result(self, call: Call) -> Any:
         """The result of a call, without channels."""
-        return _map_specs(call.spec, rigid)
+        return map_specs(call.spec, rigid)
 
     def channels(self, value: Any) -> Channels:
         """A value as Channels; a parameter used bare gets an axis on each dimension."""
@@ -290,10 +185,10 @@ class Algebra:
         ``function`` computes the result's constants from the operands' (default: not constant).
         """
         shape = broadcast_shape([x.shape for x in operands]) if shape is None else shape
-        shifted = [_shift(x, len(shape)) for x in operands]
+        shifted = [shift(x, len(shape)) for x in operands]
         axes = [
             axis
-            for dims in _clusters(shifted)
+            for dims in clusters(shifted)
             if (axis := self._meet_axis(call, shifted, dims, shape, function)) is not None
         ]
         return Channels(shape, tuple(axes), self._meet_scalar(operands, function))
@@ -427,10 +322,10 @@ class Algebra:
         # In a space where each pair is one dimension, x and w meet as under broadcasting.
         pairs = [*contracted, *((a, b) for a, b, _ in batch)]
         rank = len(pairs)
-        xs, extra_x = _place(x, {a: i for i, (a, _) in enumerate(pairs)}, rank)
-        ws, extra_w = _place(w, {b: i for i, (_, b) in enumerate(pairs)}, rank + extra_x)
+        xs, extra_x = place(x, {a: i for i, (a, _) in enumerate(pairs)}, rank)
+        ws, extra_w = place(w, {b: i for i, (_, b) in enumerate(pairs)}, rank + extra_x)
         space = rank + extra_x + extra_w
-        xs, ws = _pad(xs, space), _pad(ws, space)
+        xs, ws = pad(xs, space), pad(ws, space)
         met = self.meet(call, [xs, ws], None, broadcast_shape([xs.shape, ws.shape]))
         ended = set(range(len(contracted)))
         self.contracted(call, xs, ws, sorted(ended), "")
@@ -483,9 +378,9 @@ class Algebra:
         ``border`` tells that a constant input does not make a constant output: ``"padding"`` where
         zeros stand around it, ``"pattern"`` where outputs differ by position throughout.
         """
-        xs, _ = _place(Channels(x.shape, tuple(x.touching(a for a, _ in pairs))),
+        xs, _ = place(Channels(x.shape, tuple(x.touching(a for a, _ in pairs))),
                        {a: i for i, (a, _) in enumerate(pairs)}, len(pairs))  # fmt: skip
-        ws, _ = _place(w, {b: i for i, (_, b) in enumerate(pairs)}, len(pairs))
+        ws, _ = place(w, {b: i for i, (_, b) in enumerate(pairs)}, len(pairs))
         xs, ws = (replace(c, shape=c.shape[: len(pairs)]) for c in (xs, ws))
         self.meet(call, [xs, ws], None, xs.shape)
         self.contracted(call, xs, ws, range(len(pairs)), border)
@@ -493,7 +388,7 @@ class Algebra:
     def reduce(
         self, call: Call, x: Channels, dims: Iterable[int], keepdim: bool, *, exact: bool = False
     ) -> Channels:
-        """A value over ``dims``: channels there end; what is left of a cut axis is tied together."""
+        """A value over ``dims``: channels there end, what is left of a cut axis is tied."""
         rank = len(x.shape)
         gone = {d % rank for d in dims} if rank else set()
         where = {
@@ -521,7 +416,7 @@ class Algebra:
                 self.freeze(axis, reason, call)
 
     def freeze_dims(self, x: Channels, dims: Iterable[int], reason: str, call: Call) -> Channels:
-        """Nothing along ``dims`` can go: their channels stay, or go with a whole slice of the rest."""
+        """Nothing along ``dims`` can go, but with a whole slice of the other dimensions."""
         dims = set(dims)
         axes = []
         for axis in x.axes:
@@ -668,43 +563,6 @@ class Algebra:
         return x
 
 
-# -- helpers --------------------------------------------------------------------------------------
-
-
-def leaves(value: Any):
-    """Every tensor (as Channels or Named) inside a resolved argument."""
-    if isinstance(value, (Channels, Named)):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from leaves(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from leaves(item)
-    elif isinstance(value, slice):
-        yield from leaves((value.start, value.stop, value.step))
-
-
-def rigid(spec: Any) -> Any:
-    return Channels(spec.shape) if isinstance(spec, Spec) else spec
-
-
-def _map_specs(value: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(_map_specs(item, function) for item in value)
-    if isinstance(value, dict):
-        return {key: _map_specs(item, function) for key, item in value.items()}
-    return function(value)
-
-
-def _map_channels(value: Any, function: Callable[[Channels], Channels]) -> Any:
-    if isinstance(value, Channels):
-        return function(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_map_channels(item, function) for item in value)
-    return value
-
-
 def _without_sources(x: Channels) -> Channels:
     """A result is no parameter's own axis any more."""
     if any(axis.source is not None for axis in x.axes):
@@ -714,72 +572,3 @@ def _without_sources(x: Channels) -> Channels:
 
 def is_pointwise(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-
-
-def broadcast_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    rank = max(map(len, shapes), default=0)
-    padded = [(1,) * (rank - len(s)) + tuple(s) for s in shapes]
-    return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
-
-
-def _shift(x: Channels, rank: int) -> Channels:
-    by = rank - len(x.shape)
-    if not by:
-        return x
-    axes = tuple(replace(a, dims=tuple(d + by for d in a.dims)) for a in x.axes)
-    return Channels((1,) * by + x.shape, axes, x.scalar)
-
-
-def _clusters(operands: Sequence[Channels]) -> list[tuple[int, ...]]:
-    """The sets of dimensions that the operands' axes connect."""
-    clusters: list[set[int]] = []
-    for x in operands:
-        for axis in x.axes:
-            joined = set(axis.dims)
-            apart = []
-            for cluster in clusters:
-                if cluster & joined:
-                    joined |= cluster
-                else:
-                    apart.append(cluster)
-            clusters = [*apart, joined]
-    return sorted(tuple(sorted(c)) for c in clusters)
-
-
-def _place(x: Channels, pairs: dict[int, int], base: int) -> tuple[Channels, int]:
-    """``x`` with its paired dimensions first and the others from ``base`` on."""
-    rest = [d for d in range(len(x.shape)) if d not in pairs]
-    where = {**pairs, **{d: base + i for i, d in enumerate(rest)}}
-    shape = [1] * (base + len(rest))
-    for d, to in where.items():
-        shape[to] = x.shape[d]
-    return remap(x, where, tuple(shape)), len(rest)
-
-
-def _pad(x: Channels, rank: int) -> Channels:
-    return replace(x, shape=x.shape + (1,) * (rank - len(x.shape)))
-
-
-def reshape_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Runs of old and new dimensions with equal numbers of elements, as short as they can be."""
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(old) or j < len(new):
-        left, right = [i] if i < len(old) else [], [j] if j < len(new) else []
-        a = old[i] if left else 1
-        b = new[j] if right else 1
-        i, j = i + len(left), j + len(right)
-        while a != b or (a == b == 1 and not (left and right)):
-            if a < b or (a == b and not left):
-                if i >= len(old):
-                    break
-                a, left, i = a * old[i], [*left, i], i + 1
-            else:
-                if j >= len(new):
-                    break
-                b, right, j = b * new[j], [*right, j], j + 1
-        groups.append((left, right))
-    return groups
-
-
-__all__ = ["FROZEN", "Algebra", "Call", "Named", "SourceAxis", "nn"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
-from .plan import plan as make_plan
+from .planner import plan
 from .proof import prove
 from .rewrite import apply_with_journal
 
@@ -15,29 +16,43 @@ def prune(
     model: nn.Module,
     example_input: Any,
     *,
+    sparsity: float | Mapping[Any, float] = 0.5,
+    ignore: Iterable[Any] | str | type | nn.Module = (),
+    importance: Any = "l2",
+    round_to: int = 1,
+    bias: str = "propagate",
+    exact: bool = False,
+    attention: str = "heads",
     inplace: bool = False,
     verify: bool = True,
-    **settings: Any,
 ) -> nn.Module:
     """``model`` without its least important channels: same class, smaller tensors.
 
     Args:
         model: any module that runs on ``example_input``. It is left untouched.
         example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
+        sparsity, ignore, importance, round_to, bias, exact, attention: see :func:`fxprune.plan`.
         inplace: change ``model`` itself; an exception leaves it as it was.
         verify: prove that the result computes what the masked model computes.
-        **settings: those of :func:`fxprune.plan`.
 
     Raises:
         PruningError: and nothing has changed.
     """
-    plan = make_plan(model, example_input, **settings)
-    if not inplace:
-        small, _ = apply_with_journal(plan, model, inplace=False)
+    chosen = plan(
+        model,
+        example_input,
+        sparsity=sparsity,
+        ignore=ignore,
+        importance=importance,
+        round_to=round_to,
+        bias=bias,
+        exact=exact,
+        attention=attention,
+    )
+    if verify or not inplace:
+        small, _ = apply_with_journal(chosen, model, inplace=False)
         if verify:
-            prove(plan, model, small, example_input)
-        return small
-    if verify:  # the masked reference needs the model as it was
-        small, _ = apply_with_journal(plan, model, inplace=False)
-        prove(plan, model, small, example_input)
-    return apply_with_journal(plan, model, inplace=True)[0]
+            prove(chosen, model, small, example_input)
+        if not inplace:
+            return small
+    return apply_with_journal(chosen, model, inplace=True)[0]

@@ -60,7 +60,7 @@ class Axis:
     source: SourceAxis | None = None
 
     def over(self, dims: Iterable[int], array: Tensor | None = None) -> Tensor:
-        """``units`` (or ``array``) with a dimension for each of ``dims``, size 1 where it has none."""
+        """``units`` (or ``array``) over ``dims``, of size 1 where the axis has no such one."""
         array = self.units if array is None else array
         sizes = dict(zip(self.dims, array.shape, strict=True))
         return array.reshape([sizes.get(d, 1) for d in dims])
@@ -90,7 +90,7 @@ class Channels:
 
 
 def remap(x: Channels, where: dict[int, int], shape: tuple[int, ...]) -> Channels:
-    """``x`` after its dimensions took new places; an axis with a dimension not in ``where`` ends."""
+    """``x`` with its dimensions in new places; an axis with one that is not in ``where`` ends."""
     axes = []
     for axis in x.axes:
         if all(d in where for d in axis.dims):

@@ -9,7 +9,7 @@ from torch import nn
 
 from . import tree
 from .errors import InputError, ModelError
-from .trace import bind_inputs
+from .running import bind_inputs
 
 
 def check_model(model: Any, example_input: Any) -> None:

@@ -17,8 +17,9 @@ from typing import Any
 from torch import fx, nn
 
 from . import tree
+from .recorder import ModuleCall, Trace
 from .replay import WrongSize, same_sizes
-from .trace import ModuleCall, Trace, read_attribute
+from .running import read_attribute
 
 
 class CannotRewrite(Exception):
@@ -108,26 +109,20 @@ class _Body:
     def build(self) -> fx.Graph:
         self._check()
         self._placeholders()
-        children = {
-            c.start: (i, c) for i, c in enumerate(self.trace.calls) if c.parent == self.index
-        }
+        children = {c.start: c for c in self.trace.calls if c.parent == self.index}
         skip_to = -1
         for node in self.trace.graph.nodes:
             at = node.meta.get("index", -1)
             if not self.call.start <= at < self.call.stop or node.op == "placeholder":
                 continue
             while at in children:  # also a child that wrote no node of its own before this one
-                _, child = children.pop(at)
+                child = children.pop(at)
                 self._child(child)
                 skip_to = max(skip_to, child.stop)
-            if (
-                at >= skip_to
-                and node not in self.local
-                and node.op in ("call_function", "call_method", "call_module")
-            ):
-                if not self._is_number(node):
-                    self._copy(node)
-        for _, child in children.values():
+            own = at >= skip_to and node.op in ("call_function", "call_method", "call_module")
+            if own and node not in self.local and not self._is_number(node):
+                self._copy(node)
+        for child in children.values():
             self._child(child)
         output = self.call.output
         if self.call.parent is None:
@@ -244,9 +239,9 @@ def corrected(argument: Any, computed: Any, needed: Any) -> Any:
         return slice(*(
             corrected(getattr(argument, p), getattr(computed, p), getattr(needed, p)) for p in parts
         ))  # fmt: skip
-    if isinstance(needed, (tuple, list)) and isinstance(argument, (tuple, list)):
-        if len(argument) == len(needed):
-            return type(needed)(map(corrected, argument, computed, needed))
+    sequences = isinstance(needed, (tuple, list)) and isinstance(argument, (tuple, list))
+    if sequences and len(argument) == len(needed):
+        return type(needed)(map(corrected, argument, computed, needed))
     return needed
 
 

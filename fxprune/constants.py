@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .algebra import Algebra, Call, Named, Roles, leaves
+from .algebra import Algebra
+from .call import Call, Named, Roles, leaves
 from .channels import Axis, Channels, SourceAxis
 from .discover import Relations
+from .recorder import Trace
 from .registry import op_name
-from .trace import Trace, read_attribute
+from .running import read_attribute
 
 
 @dataclass
@@ -217,7 +219,7 @@ class Constants(Algebra):
         return replace(axis, constant=constant, source=None)
 
     def reduced(self, axis: Axis) -> Axis:
-        """A reduction over other dimensions: what it makes of a constant is the pattern's to say."""
+        """A reduction over other dimensions keeps a zero; of other constants it is not sure."""
         zero = _or_nan(axis) == 0
         return replace(axis, constant=torch.where(zero, 0.0, torch.nan).double(), border=False)
 

@@ -17,9 +17,10 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import fx
 
-from .algebra import Algebra, Call, Named, Roles
+from .algebra import Algebra
+from .call import Call, Named, Roles
 from .channels import FROZEN, Axis, Channels, SourceAxis, varying
-from .trace import Trace
+from .recorder import Trace
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Where the constants of removed channels go: into biases, batch-norm means or a carrier's column."""
+"""Where the constants of removed channels go: biases, batch-norm means, a carrier's column."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from . import registry
 from .channels import SourceAxis
 from .constants import Constants, Read
-from .replay import view_dims
+from .layout import view_dims
 
 
 @dataclass
@@ -130,7 +130,7 @@ def _carry(read: Read, constant: Tensor, alive: Tensor) -> Carry | None:
 
 
 def _delta(constants: Constants, read: Read, constant: Tensor) -> Tensor:
-    """What the constants add to each live output: Σ over read columns and kernel of W · constant."""
+    """What the constants add to each live output: Σ W · constant over columns and kernel."""
     axis = read.axis
     makes = sorted(_making_dims(read))
     w = constants.read(axis.name).reshape(axis.view)

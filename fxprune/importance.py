@@ -55,7 +55,7 @@ def l1(group: list[Slices]) -> np.ndarray:
 
 
 def l2(group: list[Slices]) -> np.ndarray:
-    """Root mean square weight of a unit over all its coupled slices (Fang et al., arXiv 2301.12900)."""
+    """Root mean square weight over all coupled slices (Fang et al., arXiv 2301.12900)."""
     return np.sqrt(_mean(group, lambda w: torch.linalg.vector_norm(w, dim=1) ** 2))
 
 

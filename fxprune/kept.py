@@ -9,11 +9,12 @@ from torch import Tensor
 
 from .channels import SourceAxis
 from .discover import Relations
-from .replay import Replay, view_dims
+from .layout import view_dims
+from .replay import Replay
 
 
 def members(axes: list[SourceAxis]) -> list[tuple[str, int]]:
-    """``(tensor name, dimension)`` of each axis; the last of its dimensions where it has several."""
+    """``(tensor name, dimension)`` of each axis; of several dimensions, the last."""
     return list(dict.fromkeys((axis.name, tensor_dim(axis)) for axis in axes))
 
 

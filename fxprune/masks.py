@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from .channels import SourceAxis
 from .errors import PlanError
 from .fold import Folds, Shift
-from .trace import read_attribute
+from .running import read_attribute
 
 
 class Mask(nn.Module):

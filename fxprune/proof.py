@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import tree
 from .errors import ProofError
-from .trace import bind_inputs, evaluating
+from .reference import reference
+from .running import outputs
 
 # Relative to the largest value of an output; rounding differs with the order of sums.
 TOLERANCE = {
@@ -18,14 +18,6 @@ TOLERANCE = {
     torch.float16: 5e-2,
     torch.bfloat16: 2e-1,
 }
-
-
-def outputs(model: nn.Module, example_input: Any) -> list[Tensor]:
-    """Every tensor that the model returns, in eval mode without gradients."""
-    args, kwargs = bind_inputs(model, example_input)
-    with evaluating(model), torch.no_grad():
-        result = model(*args, **kwargs)
-        return [t.detach().clone() for t in tree.tensors(result)]
 
 
 def largest_error(expected: list[Tensor], found: list[Tensor]) -> float:
@@ -60,8 +52,6 @@ def prove(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> 
     Raises:
         ProofError: they differ by more than rounding, or the pruned model does not run.
     """
-    from .reference import reference
-
     expected = reference(plan, model, small, example_input)
     try:
         found = outputs(small, example_input)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from . import tree
-from .algebra import Named
+from .call import Named
 from .channels import Channels
 from .constants import Constants
-from .proof import outputs
-from .trace import Trace, bind_inputs, evaluating, read_attribute
+from .recorder import Trace
+from .running import bind_inputs, evaluating, outputs, read_attribute
 
 
 def reference(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> list[Tensor]:

@@ -8,18 +8,20 @@ code has to compute, and those that it will compute, come out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 
-from .algebra import Algebra, Call, Named, Roles
+from .algebra import Algebra
+from .call import Call, Named, Roles
 from .channels import Axis, Channels, SourceAxis
 from .discover import Relations
-from .trace import Spec, Trace
+from .layout import view_dims
+from .recorder import Trace
+from .spec import Spec
 
 
 class Mismatch(Exception):
@@ -416,23 +418,3 @@ def same_sizes(computed: Any, needed: Any) -> bool:
     if isinstance(needed, int) and isinstance(computed, int):
         return computed in (needed, -1)
     return isinstance(needed, (Channels, Named, Tensor)) or computed is needed or computed == needed
-
-
-def view_dims(shape: Sequence[int], view: Sequence[int]) -> list[list[int]]:
-    """For each dimension of a tensor, the dimensions of its view that it is cut into."""
-    if tuple(shape) == tuple(view):
-        return [[d] for d in range(len(shape))]
-    result: list[list[int]] = []
-    d = 0
-    for size in shape:
-        dims: list[int] = []
-        product = 1
-        while d < len(view) and (product < size or (view[d] == 1 and not dims)):
-            dims.append(d)
-            product *= view[d]
-            d += 1
-        result.append(dims)
-    return result
-
-
-__all__ = ["Mismatch", "NewSizes", "Replay", "WrongSize", "replace"]

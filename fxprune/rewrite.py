@@ -18,7 +18,7 @@ from .errors import ModelError
 from .fold import Carry, Folds
 from .kept import shrink
 from .masks import bake, check_fits, is_masked, keep_masks, parametrizations
-from .trace import read_attribute
+from .running import read_attribute
 
 
 @dataclass
@@ -206,9 +206,9 @@ def _carried(weight: Tensor, carry: Carry) -> Tensor:
 
 def _memory_format(tensor: Tensor) -> torch.memory_format:
     for rank, form in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if tensor.dim() == rank and tensor.is_contiguous(memory_format=form):
-            if not tensor.is_contiguous():
-                return form
+        dense = tensor.dim() != rank or tensor.is_contiguous()
+        if not dense and tensor.is_contiguous(memory_format=form):
+            return form
     return torch.contiguous_format
 
 

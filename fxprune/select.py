@@ -157,7 +157,7 @@ class _Part:
         return np.ones(len(self.units), dtype=bool) if result is None else result
 
     def _solve(self, gain, low, high, forced=None, counts=()) -> np.ndarray | None:
-        """Units that gain most, with row totals of each bin equal and between ``low`` and ``high``."""
+        """Units that gain most, with each bin's row totals equal, from ``low`` to ``high``."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         n, m = len(self.units), len(self.bins)

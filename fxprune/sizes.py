@@ -25,7 +25,7 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Attribute:
-    """The attribute ``name`` (dotted) of the model, or its item ``index`` where it is a sequence."""
+    """The attribute ``name`` (dotted) of the model, or its item ``index`` if a sequence."""
 
     name: str
     index: int | None = None

@@ -13,7 +13,7 @@ from collections import Counter
 import numpy as np
 import torch
 
-from .algebra import Call, Named, Roles
+from .call import Call, Named, Roles
 from .channels import FROZEN, Axis, Channels
 from .discover import Relations, components_of
 from .replay import Replay

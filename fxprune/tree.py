@@ -41,7 +41,7 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def rebuild(value: Any, function: Callable[[Any], Any]) -> Any:
-    """``value`` with ``function`` applied to each child of one container; leaves come back as is."""
+    """``value`` with ``function`` applied to each child of a container; leaves as they are."""
     if isinstance(value, torch.Size):
         return tuple(function(item) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

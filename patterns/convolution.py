@@ -5,7 +5,7 @@ from __future__ import annotations
 from fxprune.patterns.linear import add_bias
 from torch import nn
 
-from fxprune.algebra import Named
+from fxprune.call import Named
 from fxprune.channels import remap
 from fxprune.registry import module, op
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from fxprune.algebra import Named
+from fxprune.call import Named
 from fxprune.channels import Channels
+from fxprune.recorder import set_item
 from fxprune.registry import function, op
-from fxprune.trace import set_item
 
 
 def per_dim(x, index):
@@ -59,7 +59,7 @@ def new_index(call, new):
 
 @op("getitem", kind="getitem", resize=new_index)
 def getitem(a, call):
-    """Slices and constant indices run on the labels; an index that is data freezes its dimension."""
+    """Slices and constant indices run on the labels; an index that is data freezes them."""
     return pick(a, call, call.channels(), call.arg(1, "index"), call.shape)
 
 

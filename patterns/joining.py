@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fxprune.algebra import broadcast_shape
 from fxprune.channels import Axis, Channels, remap, varying
+from fxprune.layout import broadcast_shape
 from fxprune.registry import op
 
 

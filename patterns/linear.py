@@ -9,7 +9,7 @@ from fxprune.registry import module, op
 
 
 def dense(a, call, x, weight, bias):
-    """x's last dimension is read by W's rows' entries; W's rows make the result's last dimension."""
+    """W's columns read x's last dimension, its rows make the result's."""
     w = call.tensor(weight, {"out": (0,), "in": (1,)})
     last = len(x.shape) - 1
     shape = (*x.shape[:-1], w.shape[0])

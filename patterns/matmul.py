@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fxprune.algebra import broadcast_shape
 from fxprune.channels import remap
+from fxprune.layout import broadcast_shape
 from fxprune.registry import op
 
 

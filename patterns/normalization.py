@@ -1,4 +1,4 @@
-"""Normalisations: y = (x - mean) / std · γ + β, over a batch, a channel, a group or all channels."""
+"""Normalisations: y = (x - mean) / std · γ + β, over a batch, a channel, a group or all."""
 
 from __future__ import annotations
 

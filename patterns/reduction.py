@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fxprune.algebra import Named
+from fxprune.call import Named
 from fxprune.channels import Channels
 from fxprune.registry import module, op
 

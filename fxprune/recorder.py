@@ -21,29 +21,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import sizes, tree
+from .aten import AtenRecorder
 from .errors import InputError
 from .registry import for_function, for_module, op_name
+from .running import bind_inputs, describe, evaluating, read_attribute
+from .spec import BASIC, spec
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
 _READS_DATA = ("bool", "int", "float", "index", "item", "tolist")
 # Nothing in a frame of these folders is the user's own code.
 _LIBRARY = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/", "<")
-_BASIC = (
-    str, int, float, bool, complex, type(None), type(Ellipsis),
-    torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Shape and dtype of one tensor of the trace."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass
@@ -94,24 +84,6 @@ class _Root(nn.Module):
         return getattr(self.__dict__["_model"], name)
 
 
-def read_attribute(root: nn.Module, name: str) -> Any:
-    value: Any = root
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def bind_inputs(model: nn.Module, example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``example_input`` as the arguments of the model's call."""
-    if isinstance(example_input, dict) or (
-        hasattr(example_input, "keys") and hasattr(example_input, "__getitem__")
-    ):
-        return (), {key: example_input[key] for key in example_input}
-    if isinstance(example_input, tuple):
-        return example_input, {}
-    return (example_input,), {}
-
-
 def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
     """Record one run of ``model`` as a runnable, printable :class:`torch.fx.GraphModule`.
 
@@ -147,8 +119,8 @@ def record(model: nn.Module, example_input: Any) -> Trace:
         except Exception as error:
             raise InputError(
                 f"{type(model).__name__} does not run on example_input "
-                f"({describe(example_input)}): {type(error).__name__}: {error}. Pass what you would "
-                "pass to the model: a tensor, a tuple of positional arguments, or a mapping of "
+                f"({describe(example_input)}): {type(error).__name__}: {error}. Pass what the "
+                "model takes: a tensor, a tuple of positional arguments, or a mapping of "
                 "keyword arguments."
             ) from error
         recorder.graph.output(recorder.argument(output))
@@ -160,41 +132,6 @@ def record(model: nn.Module, example_input: Any) -> Trace:
         recorder.called,
         {key: name for key, (name, _) in recorder.named.items()},
     )
-
-
-def describe(value: Any) -> str:
-    """A short word for an input: shapes for tensors, class names for the rest."""
-    if isinstance(value, torch.Tensor):
-        return f"tensor {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__} of ({', '.join(describe(v) for v in value)})"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{k}: {describe(v)}" for k, v in value.items()) + "}"
-    return type(value).__name__
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; every module's own flag, every buffer and the RNG state back afterwards."""
-    flags = [(m, m.training) for m in model.modules()]
-    # Some models count calls or keep caches in their buffers even in eval mode.
-    buffers = [(b, b._version, b.detach().clone()) for b in model.buffers()]
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
-        for m, _ in flags:
-            m.__dict__["training"] = False
-        torch.backends.mha.set_fastpath_enabled(False)  # it would hide the layers from the trace
-        try:
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast_path)
-            for m, flag in flags:
-                m.__dict__["training"] = flag
-            with torch.no_grad():
-                for buffer, version, before in buffers:
-                    if buffer._version != version:
-                        buffer.copy_(before)
 
 
 @contextlib.contextmanager
@@ -324,7 +261,7 @@ class _Recorder(TorchFunctionMode):
             return self._add(self.graph.call_function(type(value), (), fields), value)
         if isinstance(value, (tuple, list, dict, slice)):
             return tree.rebuild(value, self.argument)
-        if isinstance(value, bool) or type(value) in _BASIC:
+        if isinstance(value, bool) or type(value) in BASIC:
             return value
         if isinstance(value, range):
             return range(*(int(n) for n in (value.start, value.stop, value.step)))
@@ -490,7 +427,7 @@ class _Recorder(TorchFunctionMode):
         if known:
             value = run(*args, **kwargs)
         else:
-            beneath = _AtenRecorder(self, before)
+            beneath = AtenRecorder(self, before)
             with beneath:
                 value = run(*args, **kwargs)
         changed = [t for t, version in before if t._version != version]
@@ -515,7 +452,7 @@ class _Recorder(TorchFunctionMode):
         return value
 
     def _changed_in_place(self, changed: torch.Tensor, node: fx.Node, result: Any) -> None:
-        """Every other live tensor on the memory that ``node`` wrote to is a new value from here on."""
+        """Other live tensors on the memory that ``node`` wrote to are new values from here on."""
         storage = changed.untyped_storage()._cdata
         for reference, before, path in list(self._known.values()):
             other = reference()
@@ -538,65 +475,6 @@ def after_write(value: Any, write: Any) -> Any:
     return value
 
 
-class _AtenRecorder(TorchDispatchMode):
-    """The aten ops beneath one call, as a small graph of their own."""
-
-    def __init__(self, recorder: _Recorder, inputs: list[tuple[torch.Tensor, int]]) -> None:
-        super().__init__()
-        self._recorder = recorder
-        self.graph = fx.Graph()
-        self._nodes: dict[int, tuple[fx.Node, tuple[Any, ...]]] = {}
-        self._alive: list[Any] = []  # ids stay valid for the length of the call
-        for t, _ in inputs:
-            if id(t) not in self._nodes:
-                node = self.graph.placeholder("input")
-                node.meta["spec"], node.meta["outer"] = spec(t), recorder.argument(t)
-                self._nodes[id(t)] = (node, ())
-                self._alive.append(t)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        inputs = (self._argument(args), self._argument(kwargs))
-        value = func(*args, **kwargs)
-        node = self.graph.call_function(func, *inputs)
-        node.meta["spec"] = spec(value)
-        self._learn(value, node, ())
-        return value
-
-    def _learn(self, value: Any, node: fx.Node, path: tuple[Any, ...]) -> None:
-        if isinstance(value, torch.Tensor):
-            self._nodes[id(value)] = (node, path)
-            self._alive.append(value)
-        elif isinstance(value, (tuple, list)):
-            for i, item in enumerate(value):
-                self._learn(item, node, (*path, i))
-
-    def _argument(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if id(value) not in self._nodes:
-                named = self._recorder.named.get(id(value))
-                name = named[0] if named else "constant"
-                node = self.graph.create_node("get_attr", name)
-                node.meta["spec"], node.meta["constant"] = spec(value), named is None
-                self._learn(value, node, ())
-            node, path = self._nodes[id(value)]
-            item = node.meta["spec"]
-            for key in path:
-                item = item[key]
-                node = self.graph.call_function(operator.getitem, (node, key))
-                node.meta["spec"] = item
-            return node
-        if isinstance(value, (tuple, list, dict, slice)):
-            return tree.rebuild(value, self._argument)
-        if isinstance(value, (sizes.TracedInt, sizes.TracedFloat)):
-            return sizes.plain(value)
-        return value if type(value) in _BASIC else None
-
-    def finish(self, value: Any) -> fx.Graph:
-        self.graph.output(self._argument(value))
-        return self.graph
-
-
 def _named_tensors(model: nn.Module) -> Iterator[tuple[int, tuple[str, torch.Tensor]]]:
     """Parameters and buffers by identity; a tied tensor goes by the first of its names."""
     seen: set[int] = set()
@@ -605,25 +483,6 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[int, tuple[str, torch.Ten
             if id(t) not in seen:
                 seen.add(id(t))
                 yield id(t), (name, t)
-
-
-def spec(value: Any) -> Any:
-    """``value`` with a :class:`Spec` in the place of each tensor."""
-    if isinstance(value, torch.Tensor):
-        return Spec(tuple(int(n) for n in value.shape), value.dtype)
-    if isinstance(value, (sizes.TracedInt, sizes.TracedFloat)):
-        return sizes.plain(value)
-    if isinstance(value, torch.Size):
-        return tuple(int(n) for n in value)
-    if isinstance(value, (tuple, list)):
-        return (
-            type(value)(map(spec, value))
-            if type(value) in (tuple, list)
-            else tuple(map(spec, value))
-        )
-    if isinstance(value, dict):
-        return {key: spec(item) for key, item in value.items()}
-    return value if type(value) in _BASIC else None
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -2,174 +2,30 @@
 
 from __future__ import annotations
 
-import copy
-import fnmatch
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import fusions, groups, importance, kept, report, slots
+from . import fusions, groups, importance, kept, slots
 from .channels import SourceAxis
 from .check import check_model
 from .code import CannotRewrite, Code, rewrite
 from .constants import Constants
-from .discover import Discover, Note, Relations
-from .errors import PruningWarning, SettingError
-from .fold import Folds, folds
+from .discover import Discover, Relations
+from .errors import PruningWarning
+from .fold import folds
+from .pruning_plan import ChannelGroup, Fusion, PruningPlan
+from .recorder import Trace, record
 from .replay import Mismatch, Replay, WrongSize
 from .select import Choice
+from .settings import Settings, check_names, make_settings, matches
 from .slots import Slots
-from .trace import Trace, record
 
 _ROUNDS = 50  # of freezing what turned out not to fit; each freezes at least one group
-
-
-@dataclass
-class ChannelGroup:
-    """Axes of parameters that shrink together.
-
-    Attributes:
-        name: the first layer that makes the channels.
-        members: ``(parameter name, dim)`` of every axis in the group.
-        width: number of units.
-        removed: LongTensor of the units that go, by position among the leading layer's channels.
-        importance: one score a unit, or None where none was asked for.
-        frozen: why the group stays whole, or None.
-        approximate: calls that count the channels (a layer norm over them), for which the pruned
-            model equals the masked one only when the norm counts the kept channels alone.
-    """
-
-    name: str
-    members: list[tuple[str, int]]
-    width: int
-    removed: Tensor
-    importance: Tensor | None
-    frozen: str | None
-    approximate: list[str]
-    line: str = ""
-    carriers: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-
-    @property
-    def kept(self) -> int:
-        """Units left, carriers included."""
-        return self.width - len(self.removed)
-
-    def __repr__(self) -> str:
-        state = f"frozen: {self.frozen}" if self.frozen else f"{self.width} -> {self.kept}"
-        return f"ChannelGroup({self.name!r}, {state}, {len(self.members)} axes)"
-
-
-@dataclass(frozen=True)
-class Fusion:
-    """A run of nodes found in the trace: its pattern's name, and the nodes in order."""
-
-    name: str
-    nodes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Settings:
-    sparsity: Any
-    ignore: tuple[Any, ...]
-    importance: Any
-    round_to: int
-    bias: str
-    exact: bool
-    attention: str
-
-
-@dataclass
-class PruningPlan:
-    """What :func:`plan` found and chose. Nothing is changed until :meth:`apply`.
-
-    Attributes:
-        groups: every :class:`ChannelGroup`, pruned or frozen.
-        kept: for each tensor that changes, ``{dim: LongTensor}`` of the old indices that stay, in
-            the order they take: ascending, except behind a shuffle. For the input channels of a
-            grouped convolution, whose groups may keep different ones, the tensor has a row a group.
-        fusions: runs of nodes (``conv-act-conv``) by name.
-        skipped: ``(what, reason)`` of each layer that stays whole.
-        graph: the dependency graph, a :class:`networkx.Graph` over parameter axes.
-        attributes: attributes of the model's own modules that will be set.
-        code: modules whose forward is written anew, with its source, because it holds sizes.
-    """
-
-    groups: list[ChannelGroup]
-    kept: dict[str, dict[int, Tensor]]
-    fusions: list[Fusion]
-    skipped: list[tuple[str, str]]
-    graph: Any
-    settings: Settings
-    notes: list[tuple[str, str]]
-    attributes: dict[str, Any]
-    code: dict[str, Code]
-    _trace: Trace = field(repr=False)
-    _relations: Relations = field(repr=False)
-    _removed: np.ndarray = field(repr=False)  # by unit class; carriers are among them
-    _carriers: np.ndarray = field(repr=False)
-    _silent: np.ndarray = field(repr=False)
-    _replay: Replay = field(repr=False)
-
-    @property
-    def approximate(self) -> list[str]:
-        """Names of pruned groups that some call counts; see :class:`ChannelGroup`."""
-        return [g.name for g in self.groups if g.approximate and len(g.removed)]
-
-    def mask(self, model: nn.Module) -> nn.Module:
-        """A copy of ``model`` in which the removed channels are switched off by parametrizations.
-
-        Shapes stay as they are; removed channels emit their constant. The copy trains (masked
-        slices do not come back) and can be given to :meth:`apply`.
-        """
-        from .masks import mask
-
-        return mask(self, model)
-
-    def apply(self, model: nn.Module, *, inplace: bool = False) -> nn.Module:
-        """``model`` without the removed channels: same class, smaller tensors.
-
-        Args:
-            model: the model the plan was made for, another of its architecture, or a masked one.
-            inplace: change ``model`` itself; an exception leaves it as it was.
-
-        Raises:
-            PlanError: the plan does not fit the model.
-        """
-        from .rewrite import apply
-
-        return apply(self, model, inplace=inplace)
-
-    def folds(self, model: nn.Module) -> Folds:
-        """Where the constants of ``model``'s removed channels go."""
-        constants = Constants(
-            self._trace, self._relations, self._removed, self._silent, model,
-            attention=self.settings.attention,
-        )  # fmt: skip
-        constants.run()
-        return folds(
-            constants, self._carriers, self._relations.classes, model,
-            bias=self.settings.bias, exact=self.settings.exact,
-        )  # fmt: skip
-
-    def flags(self, which: str, axis: SourceAxis) -> Tensor:
-        """For each slice of an axis whether its unit is ``removed``, ``silent`` or a ``carrier``."""
-        flags = {"removed": self._removed, "silent": self._silent, "carrier": self._carriers}[which]
-        return torch.from_numpy(flags[self._relations.of(axis)])
-
-    def __str__(self) -> str:
-        return report.table(self)
-
-    def __repr__(self) -> str:
-        pruned = sum(len(g.removed) > 0 for g in self.groups)
-        return (
-            f"PruningPlan({pruned} of {len(self.groups)} groups pruned, {len(self.kept)} tensors)"
-        )
 
 
 def plan(
@@ -205,61 +61,14 @@ def plan(
     Raises:
         PruningError: a setting, the model or the input cannot be used; the message says why.
     """
-    settings = _settings(sparsity, ignore, importance, round_to, bias, exact, attention)
+    settings = make_settings(sparsity, ignore, importance, round_to, bias, exact, attention)
     check_model(model, example_input)
-    _check_names(model, settings)
+    check_names(model, settings)
     trace = record(model, example_input)
     discover = Discover(trace, attention=attention)
     discover.run()
     relations = discover.relations()
     return Planner(trace, relations, settings).plan()
-
-
-def _settings(sparsity, ignore, chosen, round_to, bias, exact, attention) -> Settings:
-    values = sparsity.values() if isinstance(sparsity, Mapping) else [sparsity]
-    for value in values:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
-            raise SettingError(
-                f"sparsity={value!r} is not a fraction in [0, 1): it is the share of units that go"
-            )
-    importance.resolve(chosen)
-    if not isinstance(round_to, int) or isinstance(round_to, bool) or round_to < 1:
-        raise SettingError(f"round_to={round_to!r} is not a positive integer")
-    if bias not in ("propagate", "drop"):
-        raise SettingError(f"bias={bias!r} is unknown; use 'propagate' or 'drop'")
-    if attention not in ("heads", "head_dim"):
-        raise SettingError(f"attention={attention!r} is unknown; use 'heads' or 'head_dim'")
-    names = (ignore,) if isinstance(ignore, (str, type, nn.Module)) else tuple(ignore)
-    return Settings(sparsity, names, chosen, round_to, bias, bool(exact), attention)
-
-
-def matches(key: Any, path: str, module: nn.Module) -> bool:
-    """Whether a name, glob, type or module means the module at ``path``."""
-    if isinstance(key, str):
-        return key == path or fnmatch.fnmatchcase(path, key)
-    if isinstance(key, type):
-        return isinstance(module, key)
-    return key is module
-
-
-def _check_names(model: nn.Module, settings: Settings) -> None:
-    """Every key of ``ignore`` and ``sparsity`` has to mean something."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    keys = {"ignore": settings.ignore}
-    if isinstance(settings.sparsity, Mapping):
-        keys["sparsity"] = tuple(settings.sparsity)
-    for setting, wanted in keys.items():
-        for key in wanted:
-            if not isinstance(key, (str, type, nn.Module)):
-                raise SettingError(f"{setting}: {key!r} is not a name, a glob, a type or a module")
-            if not any(matches(key, path, m) for path, m in modules.items()):
-                near = get_close_matches(key, list(modules), 3) if isinstance(key, str) else []
-                hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
-                shown = key if isinstance(key, (str, type)) else type(key).__name__
-                raise SettingError(
-                    f"{setting}: {shown!r} matches no module of {type(model).__name__}{hint} "
-                    "Names are those of model.named_modules()."
-                )
 
 
 class Planner:
@@ -633,6 +442,3 @@ def attribute_values(wrong: Any) -> list[tuple[str, Any]]:
         if isinstance(a, torch.fx.Node) and a.op == "get_attr" and isinstance(n, int)
         and a.meta["spec"] != n
     ]  # fmt: skip
-
-
-__all__ = ["ChannelGroup", "Fusion", "Note", "PruningPlan", "copy", "plan"]

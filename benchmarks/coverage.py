@@ -1,0 +1,355 @@
+"""Which models fxprune prunes, how small they get and how long it takes.
+
+    python benchmarks/coverage.py torchvision
+    python benchmarks/coverage.py torchvision --models 'resnet*' vit_b_16 --json coverage.json
+
+Each model is built without weights, its biases, norms and statistics are moved away from their
+initial values (a constant that is 0 by chance would prove nothing), and it is planned, pruned and
+proved in float32 on the CPU. A model passes if
+
+* nothing raises, and the pruned model computes what the masked model computes;
+* the pruned model has the class and the output shapes of the original, which is untouched;
+* at least 0.8 x sparsity of the parameters are gone, or are in layers that ``plan.skipped`` names.
+
+Times are seconds; "forward" is the median of three, "plan" includes the trace. On a busy machine,
+``--cpu-time`` measures seconds of one core instead. googlenet and inception_v3 are built without
+their auxiliary heads, which run in training only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor, nn
+from torchvision.models import get_model, get_model_builder, get_model_weights, list_models
+
+import fxprune
+from fxprune.proof import outputs, prove
+
+LARGE = 140e6  # parameters; models above are left out unless named
+BASIC = ("classification", "segmentation")
+TRANSFORMERS = ("vit_*", "swin*", "maxvit_*", "mvit_*")
+STEPS = ("forward", "trace", "plan", "apply")
+WIDE = 0.35  # a CNN that keeps more than this share of its parameters at sparsity 0.5 is listed
+
+
+@dataclass
+class Row:
+    """What happened to one model. Fields stay None from the step that failed on."""
+
+    model: str
+    kind: str
+    parameters: int | None = None
+    kept: float | None = None
+    pruned: int | None = None
+    frozen: int | None = None
+    forward: float | None = None
+    trace: float | None = None
+    plan: float | None = None
+    apply: float | None = None
+    error: float | None = None
+    approximate: int | None = None
+    same_class: bool | None = None
+    untouched: bool | None = None
+    status: str = "pass"
+    details: str = ""
+
+    @property
+    def passes(self) -> bool:
+        return self.status == "pass"
+
+    @property
+    def cost(self) -> float | None:
+        """Seconds of plan and apply, in forward passes."""
+        if self.plan is None or self.apply is None or not self.forward:
+            return None
+        return (self.plan + self.apply) / self.forward
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+def kind_of(name: str) -> str:
+    """The torchvision sub-package of a model; "classification" for those at its top."""
+    parts = get_model_builder(name).__module__.split(".")
+    return parts[2] if len(parts) > 3 else "classification"
+
+
+def size_of(name: str) -> int:
+    """Parameters, as torchvision's weights state them."""
+    return max((w.meta["num_params"] for w in get_model_weights(name)), default=0)
+
+
+def choose(globs: list[str] | None, every_kind: bool) -> tuple[list[str], list[str]]:
+    """The models to run, and those left out for their size."""
+    names = [n for n in list_models() if not n.startswith("quantized_")]
+    if globs:
+        for glob in globs:
+            if not fnmatch.filter(names, glob):
+                raise SystemExit(f"--models: {glob!r} matches no torchvision model")
+        return [n for n in names if any(fnmatch.fnmatchcase(n, g) for g in globs)], []
+    names = [n for n in names if every_kind or kind_of(n) in BASIC]
+    return [n for n in names if size_of(n) <= LARGE], [n for n in names if size_of(n) > LARGE]
+
+
+def build(name: str) -> nn.Module:
+    settings: dict[str, Any] = {"weights": None}
+    if name in ("googlenet", "inception_v3"):
+        settings |= {"init_weights": False, "aux_logits": False}
+    if kind_of(name) in ("segmentation", "detection"):
+        settings["weights_backbone"] = None
+    return get_model(name, **settings)
+
+
+def example(name: str) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    kind = kind_of(name)
+    if kind == "detection":
+        return ([torch.rand(3, 320, 320, generator=generator)],)
+    if kind == "optical_flow":
+        return tuple(torch.rand(2, 1, 3, 128, 128, generator=generator) * 2 - 1)
+    if kind == "video":
+        side = 112 if name in ("r3d_18", "mc3_18", "r2plus1d_18") else 224
+        return torch.randn(1, 3, 16, side, side, generator=generator)
+    side = 299 if name == "inception_v3" else 256 if name.startswith("swin_v2") else 224
+    return torch.randn(1, 3, side, side, generator=generator)
+
+
+def wake(model: nn.Module, seed: int = 0) -> nn.Module:
+    """``model`` in eval mode with biases, norms, layer scales and statistics that say something."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(tensor: Tensor) -> Tensor:
+        return torch.randn(tensor.shape, generator=generator)
+
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.numel() == max(p.shape, default=1):  # biases, norms, layer scales, tokens
+                p.add_(0.5 * noise(p))
+        for name, b in model.named_buffers():
+            if name.endswith("running_mean"):
+                b.add_(0.5 * noise(b))
+            elif name.endswith("running_var"):
+                b.mul_(1 + 0.5 * noise(b).abs())
+    return model.eval()
+
+
+# -- one model ------------------------------------------------------------------------------------
+
+
+def measure(name: str, sparsity: float) -> Row:
+    """Plan, prune and prove one model; whatever goes wrong is in the row."""
+    row = Row(name, kind_of(name))
+    try:
+        torch.manual_seed(0)
+        _measure(row, wake(build(name)), example(name), sparsity)
+    except Exception as error:
+        row.status = type(error).__name__
+        frames = traceback.format_exception(error, limit=-4)
+        row.details = "".join(frames).strip()
+    return row
+
+
+def _measure(row: Row, model: nn.Module, x: Any, sparsity: float) -> None:
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    shown = repr(model)
+    row.parameters = count(model)
+    expected = [t.shape for t in outputs(model, x)]
+    row.forward = statistics.median(seconds(lambda: outputs(model, x))[0] for _ in range(3))
+    row.trace, _ = seconds(lambda: fxprune.trace(model, x))
+    row.plan, plan = seconds(lambda: fxprune.plan(model, x, sparsity=sparsity))
+    row.pruned = sum(len(g.removed) > 0 for g in plan.groups)
+    row.frozen = sum(g.frozen is not None for g in plan.groups)
+    row.approximate = len(plan.approximate)
+    row.apply, small = seconds(lambda: plan.apply(model))
+    row.kept = count(small) / row.parameters
+    row.same_class = type(small) is type(model)
+    row.error = prove(plan, model, small, x)
+    after = model.state_dict()
+    row.untouched = (
+        list(before) == list(after)
+        and all(torch.equal(v, after[k]) for k, v in before.items())
+        and repr(model) == shown
+        and not any(m.training for m in model.modules())
+    )
+    # How many boxes are detected depends on the values; the proof compares them with the masked's.
+    same_shapes = row.kind == "detection" or expected == [t.shape for t in outputs(small, x)]
+    named = {what for what, _ in plan.skipped}
+    skipped = sum(count(m) for path, m in model.named_modules() if path in named)
+    explained = 1 - row.kept + skipped / row.parameters
+    if not row.same_class:
+        row.status = "class changed"
+        row.details = f"{type(model).__name__} became {type(small).__name__}"
+    elif not row.untouched:
+        row.status = "input changed"
+    elif not same_shapes:
+        row.status = "output shapes"
+        row.details = f"{expected} became {[t.shape for t in outputs(small, x)]}"
+    elif explained < 0.8 * sparsity:
+        row.status = "not smaller"
+        row.details = f"keeps {row.kept:.0%}; plan.skipped names {skipped / row.parameters:.0%}"
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+clock = time.perf_counter
+
+
+def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
+    start = clock()
+    result = call()
+    return clock() - start, result
+
+
+# -- report ---------------------------------------------------------------------------------------
+
+
+def table(rows: list[Row]) -> Table:
+    result = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    result.add_column("model", no_wrap=True)
+    for heading in ("kept", "pruned/frozen", *STEPS, "error", "approx."):
+        result.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("class", "input", "status"):
+        result.add_column(heading, no_wrap=True)
+
+    def number(value: float | None, shape: str) -> str:
+        return "" if value is None else format(value, shape)
+
+    def flag(value: bool | None, good: str) -> str:
+        return "" if value is None else good if value else "[red]changed[/]"
+
+    for row in rows:
+        groups = "" if row.pruned is None else f"{row.pruned}/{row.frozen}"
+        result.add_row(
+            row.model, number(row.kept, ".0%"), groups, number(row.forward, ".2f"),
+            number(row.trace, ".2f"), number(row.plan, ".2f"), number(row.apply, ".2f"),
+            number(row.error, ".0e"), number(row.approximate, "d"), flag(row.same_class, "kept"),
+            flag(row.untouched, "same"), "pass" if row.passes else f"[red]{escape(row.status)}[/]",
+        )  # fmt: skip
+    return result
+
+
+def summary(rows: list[Row], sparsity: float) -> list[str]:
+    lines = [f"{sum(r.passes for r in rows)} of {len(rows)} models pass at sparsity {sparsity:g}."]
+    wide = [
+        f"{r.model} {r.kept:.0%}" for r in rows
+        if r.kept is not None and r.kept > WIDE
+        and not any(fnmatch.fnmatchcase(r.model, g) for g in TRANSFORMERS)
+    ]  # fmt: skip
+    lines.append(f"CNNs that keep more than {WIDE:.0%}: {', '.join(wide) or 'none'}.")
+    costs = [r.cost for r in rows if r.cost is not None]
+    if costs:
+        lines.append(
+            f"Plan and apply take {statistics.median(costs):.1f} forward passes (median; "
+            f"from {min(costs):.1f} to {max(costs):.1f})."
+        )
+    return lines
+
+
+def machine() -> dict[str, Any]:
+    """Where the numbers come from."""
+    processor = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = [s for s in info.read_text().splitlines() if s.startswith("model name")]
+        processor = lines[0].partition(":")[2].strip() if lines else processor
+    return {
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "fxprune": fxprune.__version__,
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Progress]:
+    columns = [
+        TextColumn("{task.description}"), *Progress.get_default_columns()[1:2],
+        MofNCompleteColumn(), TimeElapsedColumn(),
+    ]  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as bar:
+        yield bar
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("family", choices=["torchvision"])
+    parser.add_argument("--all", action="store_true", help="detection, flow and video too")
+    parser.add_argument("--models", nargs="+", metavar="GLOB", help="only these, of any size")
+    parser.add_argument("--sparsity", type=float, default=0.5)
+    parser.add_argument("--cpu-time", action="store_true", help="time one core, not the clock")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written after each model")
+    args = parser.parse_args()
+    if args.cpu_time:
+        global clock
+        clock = time.process_time
+        torch.set_num_threads(1)
+    names, left_out = choose(args.models, args.all)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    warnings.simplefilter("ignore")
+    rows: list[Row] = []
+
+    def save() -> None:
+        if args.json:
+            result = {
+                **machine(),
+                "time": "CPU" if args.cpu_time else "wall",
+                "sparsity": args.sparsity,
+                "left_out": left_out,
+                "summary": summary(rows, args.sparsity),
+                "models": [{**asdict(r), "cost": r.cost} for r in rows],
+            }
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    with progress(console) as bar:
+        task = bar.add_task("", total=len(names))
+        for name in names:
+            failed = sum(not r.passes for r in rows)
+            bar.update(task, description=f"{name} ({failed} failed so far)")
+            rows.append(measure(name, args.sparsity))
+            gc.collect()
+            save()
+            bar.advance(task)
+
+    console.print(table(rows))
+    for line in summary(rows, args.sparsity):
+        console.print(line, highlight=False)
+    if left_out:
+        console.print(f"Left out for their size: {', '.join(left_out)}.", highlight=False)
+    for row in rows:
+        if not row.passes:
+            console.print(f"\n[bold]{row.model}[/]: {escape(row.status)}", highlight=False)
+            console.print(escape(row.details), highlight=False)
+    return 0 if all(r.passes for r in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""The aten ops beneath one torch call, for calls that no pattern is known for."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import sizes, tree
+from .spec import BASIC, spec
+
+
+class AtenRecorder(TorchDispatchMode):
+    """The aten ops beneath one call, as a small graph of their own."""
+
+    def __init__(self, recorder: Any, inputs: list[tuple[torch.Tensor, int]]) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self.graph = fx.Graph()
+        self._nodes: dict[int, tuple[fx.Node, tuple[Any, ...]]] = {}
+        self._alive: list[Any] = []  # ids stay valid for the length of the call
+        for t, _ in inputs:
+            if id(t) not in self._nodes:
+                node = self.graph.placeholder("input")
+                node.meta["spec"], node.meta["outer"] = spec(t), recorder.argument(t)
+                self._nodes[id(t)] = (node, ())
+                self._alive.append(t)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = (self._argument(args), self._argument(kwargs))
+        value = func(*args, **kwargs)
+        node = self.graph.call_function(func, *inputs)
+        node.meta["spec"] = spec(value)
+        self._learn(value, node, ())
+        return value
+
+    def _learn(self, value: Any, node: fx.Node, path: tuple[Any, ...]) -> None:
+        if isinstance(value, torch.Tensor):
+            self._nodes[id(value)] = (node, path)
+            self._alive.append(value)
+        elif isinstance(value, (tuple, list)):
+            for i, item in enumerate(value):
+                self._learn(item, node, (*path, i))
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._nodes:
+                named = self._recorder.named.get(id(value))
+                name = named[0] if named else "constant"
+                node = self.graph.create_node("get_attr", name)
+                node.meta["spec"], node.meta["constant"] = spec(value), named is None
+                self._learn(value, node, ())
+            node, path = self._nodes[id(value)]
+            item = node.meta["spec"]
+            for key in path:
+                item = item[key]
+                node = self.graph.call_function(operator.getitem, (node, key))
+                node.meta["spec"] = item
+            return node
+        if isinstance(value, (tuple, list, dict, slice)):
+            return tree.rebuild(value, self._argument)
+        if isinstance(value, (sizes.TracedInt, sizes.TracedFloat)):
+            return sizes.plain(value)
+        return value if type(value) in BASIC else None
+
+    def finish(self, value: Any) -> fx.Graph:
+        self.graph.output(self._argument(value))
+        return self.graph

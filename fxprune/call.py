@@ -1,0 +1,158 @@
+"""One node of the trace as a pattern sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from . import registry, tree
+from .channels import Channels
+from .spec import Spec
+
+if TYPE_CHECKING:
+    from .algebra import Algebra
+
+Roles = Mapping[str, tuple[int, ...]]  # role -> the dimensions of one axis
+
+
+@dataclass(frozen=True)
+class Named:
+    """A parameter, buffer or constant as a value: it gets axes when an op says what it is."""
+
+    name: str
+    spec: Spec
+
+
+@dataclass
+class Call:
+    """One node of the trace as its pattern sees it; tensors among the arguments are Channels."""
+
+    algebra: Algebra
+    node: fx.Node
+    pattern: registry.Pattern | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    module: Any = None  # the leaf module of a call_module node
+    path: str = ""
+    inputs: list[Any] = field(default_factory=list)  # tensors among the arguments, in order
+
+    @property
+    def name(self) -> str:
+        """How reports name the call: the module's path, or the function and its place."""
+        if self.path:
+            return self.path
+        target = self.node.target
+        word = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        word = registry.op_name(target) or word
+        where = self.node.meta.get("where", "")
+        return f"{word} ({where.rpartition('/')[2]})" if where else word
+
+    @property
+    def spec(self) -> Any:
+        return self.node.meta["spec"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the result, at the widths of this pass."""
+        return self.algebra.result_shape(self.node)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of a result that is a tuple of tensors."""
+        return self.algebra.result_shapes(self.node)
+
+    def literal_sizes(self) -> set[int]:
+        """Dimensions of the result that the code sizes by a number written in it."""
+        given = self.node.args[1:] or [v for k, v in self.node.kwargs.items() if k != "input"]
+        if len(given) == 1 and isinstance(given[0], (tuple, list)):
+            given = given[0]
+        return {i for i, n in enumerate(given) if isinstance(n, int) and n >= 0}
+
+    def view_of(self, name: str, view: tuple[int, ...]) -> tuple[int, ...]:
+        """A shape for a tensor of the leaf module, with -1 worked out."""
+        value = self.algebra.member(self, name)
+        assert value is not None
+        size = torch.Size(self.algebra.tensor_shape(value)).numel()
+        known = -torch.Size(view).numel()
+        return tuple(size // known if n == -1 else n for n in view)
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument by position or name; a tensor as :class:`Channels`."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+    def channels(self, position: int = 0, name: str = "input") -> Channels:
+        """A tensor argument, with the default axes where it is a parameter used bare."""
+        return self.algebra.channels(self.arg(position, name))
+
+    def tensor(
+        self, value: Any, roles: Roles, view: tuple[int, ...] | None = None
+    ) -> Channels | None:
+        """A weight: a tensor name of the leaf module, or an argument; with axes by ``roles``.
+
+        An argument that is not a parameter or buffer itself keeps the axes it has.
+        """
+        if isinstance(value, str):
+            value = self.algebra.member(self, value)
+        if isinstance(value, Named):
+            return self.algebra.source(value, roles, view)
+        if value is not None and view is not None and view != value.shape:
+            return self.algebra.view(self, value, view)
+        return value
+
+    def replay(self, replacements: Sequence[Tensor]) -> Tensor:
+        """The call on other tensors in the place of its tensor arguments, in their order."""
+        tensors = iter(replacements)
+
+        def swap(value: Any) -> Any:
+            if isinstance(value, (Channels, Named)):
+                return next(tensors)
+            if isinstance(value, (tuple, list, dict, slice)):
+                return tree.rebuild(value, swap)
+            return value
+
+        args, kwargs = swap(self.args), swap(self.kwargs)
+        if self.node.op == "call_module":
+            return self.module(*args, **kwargs)
+        if self.node.op == "call_method":
+            return getattr(args[0], str(self.node.target))(*args[1:], **kwargs)
+        return self.node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def leaves(value: Any):
+    """Every tensor (as Channels or Named) inside a resolved argument."""
+    if isinstance(value, (Channels, Named)):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from leaves(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, slice):
+        yield from leaves((value.start, value.stop, value.step))
+
+
+def rigid(spec: Any) -> Any:
+    return Channels(spec.shape) if isinstance(spec, Spec) else spec
+
+
+def map_specs(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_specs(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: map_specs(item, function) for key, item in value.items()}
+    return function(value)
+
+
+def map_channels(value: Any, function: Callable[[Channels], Channels]) -> Any:
+    if isinstance(value, Channels):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_channels(item, function) for item in value)
+    return value

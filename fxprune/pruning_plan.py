@@ -1,0 +1,147 @@
+"""The plan as its user sees it: what goes, what stays and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from . import masks, report, rewrite
+from .channels import SourceAxis
+from .code import Code
+from .constants import Constants
+from .discover import Relations
+from .fold import Folds, folds
+from .recorder import Trace
+from .replay import Replay
+from .settings import Settings
+
+
+@dataclass
+class ChannelGroup:
+    """Axes of parameters that shrink together.
+
+    Attributes:
+        name: the first layer that makes the channels.
+        members: ``(parameter name, dim)`` of every axis in the group.
+        width: number of units.
+        removed: LongTensor of the units that go, by position among the leading layer's channels.
+        importance: one score a unit, or None where none was asked for.
+        frozen: why the group stays whole, or None.
+        approximate: calls that count the channels (a layer norm over them), for which the pruned
+            model equals the masked one only when the norm counts the kept channels alone.
+    """
+
+    name: str
+    members: list[tuple[str, int]]
+    width: int
+    removed: Tensor
+    importance: Tensor | None
+    frozen: str | None
+    approximate: list[str]
+    line: str = ""
+    carriers: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+
+    @property
+    def kept(self) -> int:
+        """Units left, carriers included."""
+        return self.width - len(self.removed)
+
+    def __repr__(self) -> str:
+        state = f"frozen: {self.frozen}" if self.frozen else f"{self.width} -> {self.kept}"
+        return f"ChannelGroup({self.name!r}, {state}, {len(self.members)} axes)"
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A run of nodes found in the trace: its pattern's name, and the nodes in order."""
+
+    name: str
+    nodes: tuple[str, ...]
+
+
+@dataclass
+class PruningPlan:
+    """What :func:`plan` found and chose. Nothing is changed until :meth:`apply`.
+
+    Attributes:
+        groups: every :class:`ChannelGroup`, pruned or frozen.
+        kept: for each tensor that changes, ``{dim: LongTensor}`` of the old indices that stay, in
+            the order they take: ascending, except behind a shuffle. For the input channels of a
+            grouped convolution, whose groups may keep different ones, the tensor has a row a group.
+        fusions: runs of nodes (``conv-act-conv``) by name.
+        skipped: ``(what, reason)`` of each layer that stays whole.
+        graph: the dependency graph, a :class:`networkx.Graph` over parameter axes.
+        attributes: attributes of the model's own modules that will be set.
+        code: modules whose forward is written anew, with its source, because it holds sizes.
+    """
+
+    groups: list[ChannelGroup]
+    kept: dict[str, dict[int, Tensor]]
+    fusions: list[Fusion]
+    skipped: list[tuple[str, str]]
+    graph: Any
+    settings: Settings
+    notes: list[tuple[str, str]]
+    attributes: dict[str, Any]
+    code: dict[str, Code]
+    _trace: Trace = field(repr=False)
+    _relations: Relations = field(repr=False)
+    _removed: np.ndarray = field(repr=False)  # by unit class; carriers are among them
+    _carriers: np.ndarray = field(repr=False)
+    _silent: np.ndarray = field(repr=False)
+    _replay: Replay = field(repr=False)
+
+    @property
+    def approximate(self) -> list[str]:
+        """Names of pruned groups that some call counts; see :class:`ChannelGroup`."""
+        return [g.name for g in self.groups if g.approximate and len(g.removed)]
+
+    def mask(self, model: nn.Module) -> nn.Module:
+        """A copy of ``model`` in which the removed channels are switched off by parametrizations.
+
+        Shapes stay as they are; removed channels emit their constant. The copy trains (masked
+        slices do not come back) and can be given to :meth:`apply`.
+        """
+        return masks.mask(self, model)
+
+    def apply(self, model: nn.Module, *, inplace: bool = False) -> nn.Module:
+        """``model`` without the removed channels: same class, smaller tensors.
+
+        Args:
+            model: the model the plan was made for, another of its architecture, or a masked one.
+            inplace: change ``model`` itself; an exception leaves it as it was.
+
+        Raises:
+            PlanError: the plan does not fit the model.
+        """
+        return rewrite.apply(self, model, inplace=inplace)
+
+    def folds(self, model: nn.Module) -> Folds:
+        """Where the constants of ``model``'s removed channels go."""
+        constants = Constants(
+            self._trace, self._relations, self._removed, self._silent, model,
+            attention=self.settings.attention,
+        )  # fmt: skip
+        constants.run()
+        return folds(
+            constants, self._carriers, self._relations.classes, model,
+            bias=self.settings.bias, exact=self.settings.exact,
+        )  # fmt: skip
+
+    def flags(self, which: str, axis: SourceAxis) -> Tensor:
+        """For each slice of an axis whether its unit is removed, silent or a carrier."""
+        flags = {"removed": self._removed, "silent": self._silent, "carrier": self._carriers}[which]
+        return torch.from_numpy(flags[self._relations.of(axis)])
+
+    def __str__(self) -> str:
+        return report.table(self)
+
+    def __repr__(self) -> str:
+        pruned = sum(len(g.removed) > 0 for g in self.groups)
+        return (
+            f"PruningPlan({pruned} of {len(self.groups)} groups pruned, {len(self.kept)} tensors)"
+        )

@@ -1,0 +1,72 @@
+"""The settings of a plan, checked before anything runs."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+from . import importance
+from .errors import SettingError
+
+
+@dataclass(frozen=True)
+class Settings:
+    sparsity: Any
+    ignore: tuple[Any, ...]
+    importance: Any
+    round_to: int
+    bias: str
+    exact: bool
+    attention: str
+
+
+def make_settings(sparsity, ignore, chosen, round_to, bias, exact, attention) -> Settings:
+    values = sparsity.values() if isinstance(sparsity, Mapping) else [sparsity]
+    for value in values:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
+            raise SettingError(
+                f"sparsity={value!r} is not a fraction in [0, 1): it is the share of units that go"
+            )
+    importance.resolve(chosen)
+    if not isinstance(round_to, int) or isinstance(round_to, bool) or round_to < 1:
+        raise SettingError(f"round_to={round_to!r} is not a positive integer")
+    if bias not in ("propagate", "drop"):
+        raise SettingError(f"bias={bias!r} is unknown; use 'propagate' or 'drop'")
+    if attention not in ("heads", "head_dim"):
+        raise SettingError(f"attention={attention!r} is unknown; use 'heads' or 'head_dim'")
+    names = (ignore,) if isinstance(ignore, (str, type, nn.Module)) else tuple(ignore)
+    return Settings(sparsity, names, chosen, round_to, bias, bool(exact), attention)
+
+
+def matches(key: Any, path: str, module: nn.Module) -> bool:
+    """Whether a name, glob, type or module means the module at ``path``."""
+    if isinstance(key, str):
+        return key == path or fnmatch.fnmatchcase(path, key)
+    if isinstance(key, type):
+        return isinstance(module, key)
+    return key is module
+
+
+def check_names(model: nn.Module, settings: Settings) -> None:
+    """Every key of ``ignore`` and ``sparsity`` has to mean something."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    keys = {"ignore": settings.ignore}
+    if isinstance(settings.sparsity, Mapping):
+        keys["sparsity"] = tuple(settings.sparsity)
+    for setting, wanted in keys.items():
+        for key in wanted:
+            if not isinstance(key, (str, type, nn.Module)):
+                raise SettingError(f"{setting}: {key!r} is not a name, a glob, a type or a module")
+            if not any(matches(key, path, m) for path, m in modules.items()):
+                near = get_close_matches(key, list(modules), 3) if isinstance(key, str) else []
+                hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+                shown = key if isinstance(key, (str, type)) else type(key).__name__
+                raise SettingError(
+                    f"{setting}: {shown!r} matches no module of {type(model).__name__}{hint} "
+                    "Names are those of model.named_modules()."
+                )

@@ -1,0 +1,43 @@
+"""Shapes and types in the place of tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import sizes
+
+# What an fx node can hold as an argument as it is.
+BASIC = (
+    str, int, float, bool, complex, type(None), type(Ellipsis),
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape and dtype of one tensor of the trace."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def spec(value: Any) -> Any:
+    """``value`` with a :class:`Spec` in the place of each tensor."""
+    if isinstance(value, torch.Tensor):
+        return Spec(tuple(int(n) for n in value.shape), value.dtype)
+    if isinstance(value, (sizes.TracedInt, sizes.TracedFloat)):
+        return sizes.plain(value)
+    if isinstance(value, torch.Size):
+        return tuple(int(n) for n in value)
+    if isinstance(value, (tuple, list)):
+        return (
+            type(value)(map(spec, value))
+            if type(value) in (tuple, list)
+            else tuple(map(spec, value))
+        )
+    if isinstance(value, dict):
+        return {key: spec(item) for key, item in value.items()}
+    return value if type(value) in BASIC else None
