@@ -433,17 +433,9 @@ class Algebra:
         index = tuple(slice(None) if d in rest else slice(0, 1) for d in axis.dims)
         head = axis.units[index]
         self.join(replace(axis, source=None), Axis(axis.dims, head.expand(axis.units.shape)), call)
-        sizes = [n for n, d in zip(axis.units.shape, axis.dims, strict=True) if d in rest]
-        constant = axis.constant
-        if constant is not None:
-            first = constant[index]
-            over = [i for i, d in enumerate(axis.dims) if d not in rest]
-            level = (constant == first).all(over[0]) if len(over) == 1 else (
-                (constant == first).flatten(over[0], over[-1]).all(over[0])
-                if over == list(range(over[0], over[-1] + 1)) else torch.zeros(sizes).bool()
-            )  # fmt: skip
-            constant = torch.where(level.reshape(sizes), first.reshape(sizes), torch.nan)
-        return Axis(tuple(rest), head.reshape(sizes), constant, axis.border)
+        kept = tuple(i for i, d in enumerate(axis.dims) if d in rest)
+        units, constant = compact(axis.units, axis.constant, kept)
+        return Axis(tuple(rest), units, constant, axis.border)
 
     # -- what the passes define ---------------------------------------------------------------
 

@@ -139,10 +139,17 @@ def run_on(axis: Axis, x: Channels, function: Callable[[Tensor], Tensor], touche
     return units, constant
 
 
-def compact(units: Tensor, constant: Tensor | None, dims: tuple[int, ...]):
-    """``units`` and ``constant`` over ``dims`` alone."""
-
-    def over(array: Tensor) -> Tensor:
-        return array[tuple(slice(None) if d in dims else 0 for d in range(array.dim()))]
-
-    return over(units), None if constant is None else over(constant)
+def compact(
+    units: Tensor, constant: Tensor | None, dims: tuple[int, ...]
+) -> tuple[Tensor, Tensor | None]:
+    """``units`` and ``constant`` over ``dims`` alone; NaN where a constant varies along the rest."""
+    index = tuple(slice(None) if d in dims else slice(0, 1) for d in range(units.dim()))
+    sizes = [units.size(d) for d in dims]
+    if constant is not None:
+        first = constant[index]
+        level = constant == first
+        for d in range(units.dim()):
+            if d not in dims:
+                level = level.all(d, keepdim=True)
+        constant = torch.where(level, first, torch.nan).reshape(sizes)
+    return units[index].reshape(sizes), constant

@@ -21,7 +21,7 @@ from .fold import folds
 from .pruning_plan import ChannelGroup, Fusion, PruningPlan
 from .recorder import Trace, record
 from .replay import Mismatch, Replay, WrongSize
-from .select import Choice
+from .select import Choice, keep_count
 from .settings import Settings, check_names, make_settings, matches
 from .slots import Slots
 
@@ -155,6 +155,8 @@ class Planner:
                 if stays is None:
                     choice = self._choice(group)
                     stays = choice.keep(self.asked[id(group)], self.settings.round_to)
+                    if stays.all():
+                        group.frozen = self._why_nothing_goes(group)
                 self.removed[group.units] = ~stays
         if self.settings.bias == "drop":
             self.silent = self.removed.copy()
@@ -172,6 +174,14 @@ class Planner:
             return None
         self.code = {}
         return replay if not replay.wrong or self._correct(replay) else None
+
+    def _why_nothing_goes(self, group: groups.Group) -> str:
+        width, asked = len(group.units), self.asked[id(group)]
+        if keep_count(width, asked) == width:
+            return f"{asked:g} of its {width} units is less than one"
+        if self.settings.round_to > 1:
+            return f"no smaller width is a multiple of {self.settings.round_to} in all its parts"
+        return "its parts have to lose equally many, and no choice of units does"
 
     def _choose_by_slots(self, labels: np.ndarray) -> bool:
         """Choose anew, as many units of each kind as the code has slots for at these widths."""

@@ -49,16 +49,13 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border):
                 taken = remap(parts, {channel: 0, channel + 1: 1}, (groups, reads))
                 a.meet(call, [made, taken], None, (groups, reads))
             else:
-                hold_groups(a, made), hold_groups(a, remap(parts, {channel: 0, channel + 1: 1}, ()))
+                for axis in [*made.axes, *w_in.axes]:  # every group keeps equally many channels
+                    a.hold(axis, [0])
+                for axis in parts.touching([channel]):
+                    a.hold(axis, [channel])
         y = a.view(call, made, (groups * makes,))
         y = remap(y, {0: channel}, shape)
     return add_bias(a, call, y, bias, channel)
-
-
-def hold_groups(a, x):
-    """Every group keeps equally many channels."""
-    for axis in x.touching([0]):
-        a.hold(axis, [0])
 
 
 def weight_shape(a, call, weight):

@@ -12,6 +12,8 @@ import fxprune
 from .oracle import check
 from .test_trace import Net
 
+pytestmark = pytest.mark.filterwarnings("ignore::fxprune.PruningWarning")
+
 C1, C2 = (3, 8, 3), (8, 4, 3)
 
 

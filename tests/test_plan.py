@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-
 import networkx as nx
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -121,43 +118,6 @@ def test_round_to_gives_multiples_and_never_more_than_there_were(round_to, left)
     assert widths(plan)["0"] == left
 
 
-# -- importance ----------------------------------------------------------------------------------
-
-
-def slices(net):
-    """All weights that go with each of the 8 units; biases and statistics do not count."""
-    made, scale, read = net[0].weight, net[1].weight[:, None], net[3].weight.transpose(0, 1)
-    return torch.cat([made.flatten(1), scale, read.flatten(1)], 1).detach().double()
-
-
-def spread(net):
-    flat = net[0].weight.detach().double().flatten(1)
-    return (flat[:, None] - flat).square().sum(-1).sqrt().sum(1)
-
-
-@pytest.mark.parametrize("importance, direct", [
-    ("l2", lambda net: slices(net).square().mean(1).sqrt()),
-    ("l1", lambda net: slices(net).abs().mean(1)),
-    ("fpgm", spread),
-    (lambda parts: sum(s.total(s.weights.sum(1)) for s in parts if s.role == "out"),
-     lambda net: net[0].weight.detach().double().flatten(1).sum(1)),
-    (lambda parts: torch.arange(8.0), lambda net: torch.arange(8.0)),
-], ids=["l2", "l1", "fpgm", "callable", "tensor"])  # fmt: skip
-def test_importance_equals_a_direct_computation(importance, direct):
-    net = coupled()
-    found = group(fxprune.plan(net, X, importance=importance), "0")
-    assert torch.allclose(found.importance, direct(net).double(), rtol=1e-6)
-    assert found.removed.tolist() == sorted(direct(net).argsort()[:4].tolist())
-
-
-def test_random_importance_repeats_itself_and_does_not_look_at_weights():
-    scores = [group(fxprune.plan(coupled(seed), X, importance="random"), "0").importance
-              for seed in (0, 1)]  # fmt: skip
-    assert torch.equal(*scores) and len(scores[0].unique()) == 8
-    weights = group(fxprune.plan(coupled(), X, importance="l2"), "0").importance
-    assert not np.array_equal(scores[0].argsort(), weights.argsort())
-
-
 # -- reports -------------------------------------------------------------------------------------
 
 
@@ -200,30 +160,3 @@ def test_planning_twice_gives_the_same_plan_and_a_plan_serves_a_retrained_model(
     other = coupled(seed=3)
     small, masked = first.apply(other), first.mask(other)
     assert difference(run(small, X), run(masked, X)) < 1e-5
-
-
-# -- the interface -------------------------------------------------------------------------------
-
-
-def test_public_signatures_are_pinned():
-    tail = (
-        "*, sparsity: 'float | Mapping[Any, float]' = 0.5, "
-        "ignore: 'Iterable[Any] | str | type | nn.Module' = (), importance: 'Any' = 'l2', "
-        "round_to: 'int' = 1, bias: 'str' = 'propagate', exact: 'bool' = False, "
-        "attention: 'str' = 'heads') -> 'PruningPlan'"
-    )
-    head = "(model: 'nn.Module', example_input: 'Any'"
-    signature = {name: str(inspect.signature(getattr(fxprune, name)))
-                 for name in ("plan", "trace", "prune")}  # fmt: skip
-    assert signature == {
-        "plan": f"{head}, {tail}", "trace": f"{head}) -> 'fx.GraphModule'",
-        "prune": f"{head}, *, inplace: 'bool' = False, verify: 'bool' = True, "
-                 "**settings: 'Any') -> 'nn.Module'",
-    }  # fmt: skip
-    for name, rest in (("mask", ""), ("apply", ", *, inplace: 'bool' = False")):
-        found = str(inspect.signature(getattr(fxprune.PruningPlan, name)))
-        assert found == f"(self, model: 'nn.Module'{rest}) -> 'nn.Module'"
-    assert fxprune.__all__ == [
-        "ChannelGroup", "InputError", "ModelError", "PlanError", "ProofError", "PruningError",
-        "PruningPlan", "PruningWarning", "SettingError", "plan", "prune", "trace",
-    ]  # fmt: skip

@@ -43,7 +43,7 @@ def everything():
     """In mixed training modes, with gradients, hooks and a frozen parameter."""
     model = awake(Everything())
     model.drop.train()
-    model.head.bias.requires_grad_(False)
+    model.norm.weight.requires_grad_(False)
     model.b.register_forward_hook(lambda m, i, o: None)
     model.lstm.register_forward_pre_hook(lambda m, i: None)
     model(X).sum().backward()
@@ -96,7 +96,8 @@ def test_the_result_keeps_flags_hooks_and_frozen_parameters():
     small = fxprune.prune(model, X)
     assert [m.training for m in small.modules()] == [m.training for m in model.modules()]
     assert len(small.b._forward_hooks) == len(small.lstm._forward_pre_hooks) == 1
-    assert not small.head.bias.requires_grad and small.head.weight.requires_grad
+    frozen = [name for name, p in small.named_parameters() if not p.requires_grad]
+    assert frozen == ["norm.weight"] and small.norm.weight.shape == (4,)
 
 
 def test_in_place_gives_what_a_copy_gives_and_keeps_every_parameter_object():
@@ -106,7 +107,7 @@ def test_in_place_gives_what_a_copy_gives_and_keeps_every_parameter_object():
     assert fxprune.prune(model, X, inplace=True) is model
     after = {name: id(p) for name, p in model.named_parameters()}
     assert {name: after[name] for name in before} == before
-    assert set(after) - set(before) == {"b.bias"}
+    assert set(after) - set(before) == {"b.bias"}  # made, as it had none
     assert difference(run(model.eval(), X), run(expected.eval(), X)) == 0
     assert model.width == 4 and model.lstm.hidden_size == 3
 

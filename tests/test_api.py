@@ -1,0 +1,36 @@
+"""The public interface: what exists, and with which parameters."""
+
+from __future__ import annotations
+
+import inspect
+
+import fxprune
+
+
+def test_public_signatures_are_pinned():
+    settings = (
+        "sparsity: 'float | Mapping[Any, float]' = 0.5, "
+        "ignore: 'Iterable[Any] | str | type | nn.Module' = (), importance: 'Any' = 'l2', "
+        "round_to: 'int' = 1, bias: 'str' = 'propagate', exact: 'bool' = False, "
+        "attention: 'str' = 'heads'"
+    )
+    head = "(model: 'nn.Module', example_input: 'Any'"
+    signature = {name: str(inspect.signature(getattr(fxprune, name)))
+                 for name in ("plan", "trace", "prune")}  # fmt: skip
+    assert signature == {
+        "plan": f"{head}, *, {settings}) -> 'PruningPlan'",
+        "trace": f"{head}) -> 'fx.GraphModule'",
+        "prune": f"{head}, *, {settings}, inplace: 'bool' = False, verify: 'bool' = True) "
+                 "-> 'nn.Module'",
+    }  # fmt: skip
+    for name, rest in (("mask", ""), ("apply", ", *, inplace: 'bool' = False")):
+        found = str(inspect.signature(getattr(fxprune.PruningPlan, name)))
+        assert found == f"(self, model: 'nn.Module'{rest}) -> 'nn.Module'"
+
+
+def test_all_exports_are_pinned_and_exist():
+    assert fxprune.__all__ == [
+        "ChannelGroup", "InputError", "ModelError", "PlanError", "ProofError", "PruningError",
+        "PruningPlan", "PruningWarning", "SettingError", "plan", "prune", "trace",
+    ]  # fmt: skip
+    assert all(hasattr(fxprune, name) for name in fxprune.__all__)

@@ -1,0 +1,96 @@
+"""Writes in place: what is written, also by way of a view, is what later readers of it get."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fxprune
+
+from .oracle import awake, check, difference, run
+from .test_trace import Net
+
+pytestmark = pytest.mark.filterwarnings("ignore::fxprune.PruningWarning")
+
+X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def set_one(y):
+    y[:, 2] = 3.0
+
+
+def set_last(y):
+    y[:, -1] = 3.0
+
+
+def set_range(y):
+    y[:, 2:4] = 3.0
+
+
+def set_listed(y):
+    y[:, [0, 3]] = 3.0
+
+
+def set_by_value(y):
+    y[y > 0.6] = 3.0
+
+
+def set_row(y):
+    y[0] = 3.0
+
+
+def swap_halves(y):
+    y[:, :4], y[:, 4:] = y[:, 4:].clone(), y[:, :4].clone()
+
+
+WRITES = {
+    "set one": set_one, "set last": set_last, "set range": set_range, "set listed": set_listed,
+    "set by value": set_by_value, "set row": set_row, "swap halves": swap_halves,
+    "add to half": lambda y: y[:, :4].add_(1), "scale one": lambda y: y.select(1, 1).mul_(5),
+    "zero one": lambda y: y[:, 2].zero_(), "all, as a view": lambda y: y.view(-1).mul_(2),
+    "all, into out": lambda y: torch.add(y, 1, out=y), "all": lambda y: y.sigmoid_(),
+    "through two views": lambda y: y[:, 2:][:, :3].add_(1),
+}  # fmt: skip
+
+
+def network(write):
+    def forward(s, x):
+        y = torch.sigmoid(s.a(x))
+        write(y)
+        return s.b(y)
+
+    torch.manual_seed(0)
+    return awake(Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 4)))
+
+
+def importance(low):
+    """The units that should go, by position among those that can."""
+    return lambda group: [float(i not in low) for i in range(group[0].count)]
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_the_graph_makes_the_same_writes_on_other_inputs(name):
+    model = network(WRITES[name])
+    graph = fxprune.trace(model, X)
+    assert difference(run(graph, X * 2 - 1), run(model, X * 2 - 1)) == 0
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("low", [(0, 1, 6, 7), (2, 5, 6, 7), (4, 5, 6, 7), (0, 1, 2, 3)], ids=str)
+def test_whichever_channels_go_pruned_equals_masked_or_a_reason_says_why_none_go(name, low):
+    model = network(WRITES[name])
+    plan = fxprune.plan(model, X, importance=importance(low))
+    small = plan.apply(model)
+    assert difference(run(plan.mask(model), X), run(small, X)) < 1e-9
+    assert small.a.out_features < 8 or "a" in dict(plan.skipped)
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_all_oracles_agree_about_writes(name):
+    check(network(WRITES[name]), X, shrinks=False)
+
+
+def test_writes_to_every_channel_leave_half_of_them():
+    for name in ("all", "all, as a view", "all, into out", "set by value", "set row"):
+        assert fxprune.prune(network(WRITES[name]), X).a.out_features == 4, name
