@@ -29,6 +29,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -52,7 +53,7 @@ LARGE = 140e6  # parameters; models above are left out unless named
 BASIC = ("classification", "segmentation")
 TRANSFORMERS = ("vit_*", "swin*", "maxvit_*", "mvit_*")
 STEPS = ("forward", "trace", "plan", "apply")
-ASLEEP = 1e-2  # relative change of the output with another input, below which the model is no test
+ASLEEP = 1e-3  # relative change of the output with another input, below which the model is no test
 WIDE = 0.35  # a CNN that keeps more than this share of its parameters at sparsity 0.5 is listed
 
 
@@ -74,6 +75,9 @@ class Row:
     approximate: int | None = None
     same_class: bool | None = None
     untouched: bool | None = None
+    idle: int | None = None
+    skipped: dict[str, int] | None = None
+    notes: dict[str, int] | None = None
     status: str = "pass"
     details: str = ""
 
@@ -220,6 +224,11 @@ def _measure(row: Row, model: nn.Module, x: Any, sparsity: float) -> None:
     row.pruned = sum(len(g.removed) > 0 for g in plan.groups)
     row.frozen = sum(g.frozen is not None for g in plan.groups)
     row.approximate = len(plan.approximate)
+    row.idle = sum(
+        g.frozen is None and not len(g.removed) and int(g.width * sparsity) > 0 for g in plan.groups
+    )
+    row.skipped = dict(Counter(why for _, why in plan.skipped))
+    row.notes = dict(Counter(what for _, what in plan.notes))
     row.apply, small = seconds(lambda: plan.apply(model))
     row.kept = count(small) / row.parameters
     row.same_class = type(small) is type(model)
@@ -303,6 +312,12 @@ def summary(rows: list[Row], sparsity: float) -> list[str]:
         and not any(fnmatch.fnmatchcase(r.model, g) for g in TRANSFORMERS)
     ]  # fmt: skip
     lines.append(f"CNNs that keep more than {WIDE:.0%}: {', '.join(wide) or 'none'}.")
+    idle = [f"{r.model} {r.idle}" for r in rows if r.idle]
+    if idle:
+        lines.append(f"Groups that stay whole and no reason is given: {', '.join(idle)}.")
+    gaps = {r.model for r in rows for why in r.skipped or () if "no pattern" in why}
+    if gaps:
+        lines.append(f"Models with a call that has no pattern: {', '.join(sorted(gaps))}.")
     costs = [r.cost for r in rows if r.cost is not None]
     if costs:
         lines.append(

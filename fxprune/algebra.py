@@ -115,6 +115,9 @@ class Algebra:
         return map_channels(self.apply(call), _without_sources)
 
     def apply(self, call: Call) -> Any:
+        hooked = computed_by_hook(call.module)
+        if hooked:
+            return self.unknown(call, f"a hook computes the {hooked} of {call.name}")
         if call.pattern is not None:
             return call.pattern.rule(self, call)
         beneath = call.node.meta.get("aten")
@@ -134,12 +137,11 @@ class Algebra:
         pattern = registry.for_function(node.target)
         return is_pointwise(node.target) or (pattern is not None and pattern.resize is None)
 
-    def unknown(self, call: Call) -> Any:
+    def unknown(self, call: Call, reason: str = "") -> Any:
         """A call that nothing is known about: what goes in stays whole, what comes out is rigid."""
+        reason = reason or f"it goes into {call.name}, which fxprune has no pattern for"
         for value in call.inputs:
-            self.freeze_all(
-                value, f"it goes into {call.name}, which fxprune has no pattern for", call
-            )
+            self.freeze_all(value, reason, call)
         return self.rigid_result(call)
 
     # -- words for patterns: values -----------------------------------------------------------
@@ -499,6 +501,9 @@ class Algebra:
     def contraction_constants(self, call, axis, x, w, ended):
         return replace(axis, constant=None)
 
+    def distinguish(self, x: Channels) -> None:
+        """Something is done to the slices of ``x`` and not to others of its tensor."""
+
     def forget(self, value: Any) -> Any:
         """The value, of whose constants nothing is known any more."""
         return value
@@ -518,12 +523,6 @@ class Algebra:
     def levelled(self, call: Call, x: Channels, y: Channels, dims: Iterable[int]) -> Channels:
         """``y``, a reduction of ``x`` over ``dims`` that leaves a constant map's constant."""
         return y
-
-    def unknown_along(self, call: Call, reason: str) -> Any:
-        """A call whose result depends on every slice of what goes in."""
-        for value in call.inputs:
-            self.freeze_all(value, reason, call)
-        return self.rigid_result(call)
 
     def keep_rows(self, x: Channels, dim: int, item: Any) -> None:
         """A part of ``x`` is read by position along ``dim``: of a cut axis no row there goes."""
@@ -564,3 +563,10 @@ def _without_sources(x: Channels) -> Channels:
 
 def is_pointwise(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def computed_by_hook(module: Any) -> str:
+    """Name of a tensor that is a plain attribute of a module, such as the weight of
+    ``nn.utils.weight_norm``, or ``""``."""
+    attributes = {} if module is None else vars(module)
+    return next((k for k, v in attributes.items() if isinstance(v, Tensor)), "")

@@ -142,7 +142,7 @@ def run_on(axis: Axis, x: Channels, function: Callable[[Tensor], Tensor], touche
 def compact(
     units: Tensor, constant: Tensor | None, dims: tuple[int, ...]
 ) -> tuple[Tensor, Tensor | None]:
-    """``units`` and ``constant`` over ``dims`` alone; NaN where a constant varies along the rest."""
+    """``units`` and ``constant`` over ``dims``; NaN where a constant varies along the rest."""
     index = tuple(slice(None) if d in dims else slice(0, 1) for d in range(units.dim()))
     sizes = [units.size(d) for d in dims]
     if constant is not None:

@@ -44,7 +44,7 @@ def check_model(model: Any, example_input: Any) -> None:
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise ModelError(f"the model is spread over devices ({names}); move it to one first")
-    args, kwargs = bind_inputs(model, example_input)
+    args, kwargs = bind_inputs(example_input)
     for tensor in tree.tensors((args, kwargs)):
         if devices and tensor.device not in devices:
             raise InputError(

@@ -100,6 +100,7 @@ class _Body:
         self.index = index
         self.call = trace.calls[index]
         self.module = read_attribute(trace.model, self.call.path) if self.call.path else trace.model
+        self.name = self.call.path or "the model"
         self.wrong: dict[fx.Node, list[WrongSize]] = {}
         for size in wrong:
             self.wrong.setdefault(size.node, []).append(size)
@@ -133,14 +134,13 @@ class _Body:
         return self.graph
 
     def _check(self) -> None:
-        name = self.call.path or "the model"
         if self.call.reads_data:
-            raise CannotRewrite(f"the code of {name} depends on the values of tensors")
+            raise CannotRewrite(f"the code of {self.name} depends on the values of tensors")
         forward = type(self.module).forward
         names = getattr(getattr(forward, "__code__", None), "co_names", ())
         inside = [n for n in self.trace.graph.nodes if n.meta.get("call") == self.index]
         if "training" in names and not any(_training_argument(n) for n in inside):
-            raise CannotRewrite(f"{name} runs other code in training mode")
+            raise CannotRewrite(f"{self.name} runs other code in training mode")
 
     def _placeholders(self) -> None:
         parameters = inspect.signature(self.module.forward).parameters
@@ -149,7 +149,7 @@ class _Body:
             if parameters[name].kind in (
                 inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD,
             ):  # fmt: skip
-                raise CannotRewrite(f"{self.call.path} takes any number of arguments")
+                raise CannotRewrite(f"{self.name} takes any number of arguments")
             default = parameters[name].default
             default = () if default is inspect.Parameter.empty else (default,)
             self._bind(value, self.graph.placeholder(name, None, *default))
@@ -209,9 +209,7 @@ class _Body:
             return self.local[node]
         if self._is_number(node) or node.target in (operator.getitem, getattr):
             return self._copy(node)
-        raise CannotRewrite(
-            f"{self.call.path or 'the model'} uses a tensor that is not among its arguments"
-        )
+        raise CannotRewrite(f"{self.name} uses a tensor that is not among its arguments")
 
     def _is_number(self, node: fx.Node) -> bool:
         return node.op in ("call_function", "call_method") and isinstance(
@@ -224,9 +222,9 @@ class _Body:
     def _relative(self, path: str) -> str:
         prefix = f"{self.call.path}." if self.call.path else ""
         if path.startswith("_") and path in self.trace.constants:
-            raise CannotRewrite(f"{self.call.path or 'the model'} uses a constant of its own")
+            raise CannotRewrite(f"{self.name} uses a constant of its own")
         if not path.startswith(prefix):
-            raise CannotRewrite(f"{self.call.path} uses {path}, which is not part of it")
+            raise CannotRewrite(f"{self.name} uses {path}, which is not part of it")
         return path[len(prefix) :]
 
 

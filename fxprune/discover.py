@@ -6,19 +6,21 @@ joins are kept as arrays and solved at once (connected components), so no loop r
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import networkx as nx
 import numpy as np
 import torch
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
-from torch import fx
+from torch import fx, nn
 
 from .algebra import Algebra
-from .call import Call, Named, Roles
+from .call import Call, Named, Roles, leaves
 from .channels import FROZEN, Axis, Channels, SourceAxis, varying
 from .recorder import Trace
 
@@ -62,6 +64,7 @@ class Relations:
     frozen: list[Note]
     approximate: list[Note]
     graph: nx.Graph
+    parts: list[torch.Tensor]  # slices that something is done to and not to others
     arrivals: dict[int, torch.Tensor]  # first label of an axis -> labels of what it met first
     values: dict = field(repr=False, default_factory=dict)
 
@@ -76,6 +79,8 @@ class Discover(Algebra):
         self.sources: list[SourceAxis] = []
         self._by_key: dict[tuple, SourceAxis] = {}
         self._views: dict[str, tuple] = {}
+        # Why a computed tensor cannot be set, "" where it can or is a tensor of the model itself.
+        self._computed: dict[str, str] = dict.fromkeys(trace.names.values(), "")
         self._next = FROZEN + 1
         self._joins: list[tuple[np.ndarray, np.ndarray]] = []
         self._couplings: list[tuple[np.ndarray, np.ndarray, str]] = []
@@ -84,6 +89,15 @@ class Discover(Algebra):
         self.frozen: list[Note] = []
         self.counted: list[Note] = []
         self.arrivals: dict[int, torch.Tensor] = {}
+        self.parts: list[torch.Tensor] = []
+
+    def run(self) -> None:
+        super().run()
+        for node, word, line in self.trace.escapes:
+            reason = f"its values leave PyTorch through {word}()"
+            for item in leaves(self.values[node]):
+                for axis in self.channels(item).axes:
+                    self.freeze(axis, reason, None, line)
 
     # -- words ----------------------------------------------------------------------------------
 
@@ -103,6 +117,7 @@ class Discover(Algebra):
                 self._by_key[key] = axis
                 self.sources.append(axis)
                 self._check_view(axis)
+                self._check_computed(axis)
             source = self._by_key[key]
             if source.role.startswith("bare") and not role.startswith("bare"):
                 self._set_role(self.sources.index(source), role)
@@ -112,6 +127,9 @@ class Discover(Algebra):
                 self.rectangle(result, None)
             axes.append(result)
         return Channels(view, tuple(axes))
+
+    def distinguish(self, x: Channels) -> None:
+        self.parts += [axis.units for axis in x.axes]
 
     def makes(self, axis: Axis) -> None:
         starts = np.array([s.first for s in self.sources] or [0])
@@ -125,6 +143,13 @@ class Discover(Algebra):
         old = self.sources[index]
         self.sources[index] = replace(old, role=role)
         self._by_key[old.name, old.view, old.dims] = self.sources[index]
+
+    def _check_computed(self, axis: SourceAxis) -> None:
+        """A tensor that a parametrization computes has to take smaller values back."""
+        if axis.name not in self._computed:
+            self._computed[axis.name] = cannot_be_set(self.trace.model, axis.name)
+        if self._computed[axis.name]:
+            self.freeze(Axis(axis.dims, axis.labels()), self._computed[axis.name], None)
 
     def _check_view(self, axis: SourceAxis) -> None:
         """A tensor that is seen in two ways (two group counts, say) is left whole."""
@@ -148,11 +173,11 @@ class Discover(Algebra):
         self._joins.append((left, right))
         self._couplings.append((left, right, call.name if call else ""))
 
-    def freeze(self, axis: Axis, reason: str, call: Call | None) -> None:
+    def freeze(self, axis: Axis, reason: str, call: Call | None, line: str = "") -> None:
         units = axis.units.reshape(-1)
         self._joins.append((units.numpy(), np.full(len(units), FROZEN)))
         name = call.name if call else ""
-        line = call.node.meta.get("where", "") if call else ""
+        line = call.node.meta.get("where", "") if call else line
         self.frozen.append(Note(units, reason, name, line))
 
     def approximate(self, axis: Axis, call: Call) -> None:
@@ -202,6 +227,7 @@ class Discover(Algebra):
             self.frozen,
             self.counted,
             graph,
+            self.parts,
             self.arrivals,
             self.values,
         )
@@ -304,3 +330,21 @@ def components_of(left: np.ndarray, right: np.ndarray, size: int) -> np.ndarray:
     """The connected component of each of ``size`` items, linked in pairs."""
     links = coo_array((np.ones(len(left), dtype=np.int8), (left, right)), shape=(size, size))
     return connected_components(links, directed=False)[1]
+
+
+def cannot_be_set(model: nn.Module, name: str) -> str:
+    """Why a parametrized tensor cannot be given other values or a smaller shape, or ``""``."""
+    path, _, attribute = name.rpartition(".")
+    module = copy.deepcopy(model.get_submodule(path))
+    chain: Any = module.parametrizations[attribute]  # type: ignore[index]
+    kinds = ", ".join(type(p).__name__.lstrip("_") for p in chain)
+    if any(True for p in chain for _ in [*p.parameters(), *p.buffers()]):
+        return f"its parametrization ({kinds}) has tensors of its own"
+    wanted = getattr(module, attribute).detach() * 0.5
+    try:
+        setattr(module, attribute, wanted)
+    except Exception as error:  # whatever the parametrization's own code raises
+        return f"its parametrization ({kinds}) cannot be set: {error}"
+    if not torch.allclose(getattr(module, attribute), wanted):
+        return f"its parametrization ({kinds}) does not give back what it is set to"
+    return ""

@@ -118,7 +118,13 @@ def check(scores: Any, count: int, name: str) -> np.ndarray:
     """Scores as a float array of the right length."""
     if isinstance(scores, Tensor):
         scores = scores.detach().cpu().numpy()
-    array = np.asarray(scores, dtype=np.float64)
+    try:
+        array = np.asarray(scores, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise SettingError(
+            f"importance returned {type(scores).__name__} for group {name!r}; it has to return one "
+            "number a unit"
+        ) from error
     if array.shape != (count,):
         raise SettingError(
             f"importance returned shape {array.shape} for group {name!r}; it has {count} units"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn.utils import parametrize
 from .channels import SourceAxis
 from .errors import PlanError
 from .fold import Folds, Shift
-from .running import read_attribute
+from .running import copy_model, read_attribute
 
 
 class Mask(nn.Module):
@@ -38,7 +37,7 @@ def mask(plan: Any, model: nn.Module) -> nn.Module:
     check_fits(plan, model)
     folds = plan.folds(model)
     keeps = keep_masks(plan, folds)
-    masked = copy.deepcopy(model)
+    masked = copy_model(model)
     bake(masked)
     owners = _owners(masked)
     for module in masked.modules():
@@ -54,6 +53,11 @@ def mask(plan: Any, model: nn.Module) -> nn.Module:
         for shift in folds.shifts:
             if shift.masked_too:
                 add_shift(masked, shift)
+                if not shift.name:  # a bias that the masks made is none of dead channels
+                    module = masked.get_submodule(shift.path)
+                    own_class(module)
+                    keep = live_rows(plan, shift.path).to(shift.delta.device)
+                    parametrize.register_parametrization(module, shift.attribute, Mask(keep))
     return masked
 
 
@@ -80,6 +84,19 @@ def keep_masks(plan: Any, folds: Folds) -> dict[str, Tensor]:
     for axis, columns in folds.dropped.values():
         block(axis, columns)
     return keeps
+
+
+def live_rows(plan: Any, path: str) -> Tensor:
+    """For each output of the layer at ``path``, whether it is not masked."""
+    axis = next(
+        (
+            a
+            for a in plan._relations.sources
+            if a.role == "out" and a.name.rpartition(".")[0] == path
+        ),
+        None,
+    )
+    return torch.ones(()) > 0 if axis is None else ~plan.flags("removed", axis).reshape(-1)
 
 
 def add_shift(model: nn.Module, shift: Shift) -> None:

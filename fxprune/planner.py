@@ -117,7 +117,7 @@ class Planner:
                     )
                     for a in group.axes
                 ]  # fmt: skip
-                scores = importance.check(score(parts), len(group.units), group.leader.name)
+                scores = importance.check(score(parts), len(group.units), self._name(group))
                 self.scores[id(group)] = scores
 
     def _fraction(self, group: groups.Group) -> tuple[float, str | None]:
@@ -141,6 +141,11 @@ class Planner:
                 return 0.0, f"sparsity does not name {path}"
             fractions.append(found[0])
         return min(fractions, default=0.0), None
+
+    def _name(self, group: groups.Group) -> str:
+        """The first layer that makes the channels; for those of the input, that reads them."""
+        path = self._owner(group.leader)[0] or group.leader.name
+        return path if group.producers else f"{path} (input)"
 
     def _owner(self, axis: SourceAxis) -> tuple[str, nn.Module]:
         path = axis.name.rpartition(".")[0]
@@ -385,8 +390,7 @@ class Planner:
         gone = self.removed & ~self.carriers
         units = group.units
         return ChannelGroup(
-            name=(self._owner(group.leader)[0] or group.leader.name)
-            + ("" if group.producers else " (input)"),
+            name=self._name(group),
             members=kept.members(group.axes),
             width=len(units) if len(units) else len(np.unique(lead)) if lead.any() else len(lead),
             removed=torch.from_numpy(np.flatnonzero(gone[units])),

@@ -31,7 +31,8 @@ from .spec import BASIC, spec
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
-_READS_DATA = ("bool", "int", "float", "index", "item", "tolist")
+_READS_DATA = ("bool", "int", "float", "index", "item", "tolist", "numpy", "array", "equal",
+               "allclose", "contains")  # fmt: skip
 # Nothing in a frame of these folders is the user's own code.
 _LIBRARY = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/", "<")
 
@@ -60,6 +61,7 @@ class Trace:
     constants: dict[str, Any]
     called: set[str]  # paths of all modules that ran
     names: dict[int, str]  # id of a parameter or buffer -> its name in the model
+    escapes: list[tuple[fx.Node, str, str]]  # (tensor, what read its values, where) by Python
 
     def graph_module(self) -> fx.GraphModule:
         """The trace as a module of its own that shares the model's parameters."""
@@ -104,7 +106,7 @@ def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
 
 def record(model: nn.Module, example_input: Any) -> Trace:
     """Run ``model`` once and record it. See :func:`trace`."""
-    args, kwargs = bind_inputs(model, example_input)
+    args, kwargs = bind_inputs(example_input)
     recorder = _Recorder(model)
     with (
         evaluating(model),
@@ -131,6 +133,7 @@ def record(model: nn.Module, example_input: Any) -> Trace:
         recorder.constants,
         recorder.called,
         {key: name for key, (name, _) in recorder.named.items()},
+        recorder.escapes,
     )
 
 
@@ -207,6 +210,7 @@ class _Recorder(TorchFunctionMode):
         # id of a live tensor -> (weak reference, node, path of keys into the node's result)
         self._known: dict[int, tuple[weakref.ref, fx.Node, tuple[Any, ...]]] = {}
         self._memo: dict[Any, fx.Node] = {}
+        self.escapes: list[tuple[fx.Node, str, str]] = []
         self._kept: list[Any] = []  # constants, whose ids must not be reused
 
     # -- values -------------------------------------------------------------------------------
@@ -433,9 +437,11 @@ class _Recorder(TorchFunctionMode):
         changed = [t for t, version in before if t._version != version]
         setitem = op_name(target) == "setitem"
         if not changed and not any(True for _ in tree.tensors(value)):
-            if isinstance(value, (bool, int, float, list)) and op_name(target) in _READS_DATA:
+            if op_name(target) in _READS_DATA:
                 for i in self._stack:
                     self.calls[i].reads_data = True
+                nodes = [self._tensor(t) for t, _ in before]
+                self.escapes += [(node, op_name(target), _where()) for node in nodes]
             return value  # a number, a flag, nothing: not part of the data flow
         if setitem:
             target = set_item

@@ -29,7 +29,7 @@ def reference(plan: Any, model: nn.Module, small: nn.Module, example_input: Any)
     masked = plan.mask(model)
     if not plan.approximate:
         return outputs(masked, example_input)
-    args, kwargs = bind_inputs(masked, example_input)
+    args, kwargs = bind_inputs(example_input)
     inputs = [*args, *kwargs.values()]
     with evaluating(masked), torch.no_grad():
         result = KeptOnly(plan, masked, small, model).run(*inputs)
@@ -41,7 +41,7 @@ class KeptOnly(fx.Interpreter):
 
     def __init__(self, plan: Any, masked: nn.Module, small: nn.Module, model: nn.Module) -> None:
         old: Trace = plan._trace
-        trace = Trace(old.graph, masked, old.calls, old.constants, old.called, old.names)
+        trace = Trace(old.graph, masked, old.calls, old.constants, old.called, old.names, [])
         super().__init__(trace.graph_module())
         self._replay = plan._replay
         self._counting = {

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from .algebra import Algebra
+from .algebra import Algebra, computed_by_hook
 from .call import Call, Named, Roles
 from .channels import Axis, Channels, SourceAxis
 from .discover import Relations
@@ -283,6 +283,8 @@ class Replay(Algebra):
         pattern = call.pattern
         if call.module is None or pattern is None or pattern.attributes is None:
             return
+        if computed_by_hook(call.module):
+            return  # left whole
         views = {}
         for name in [*call.module._parameters, *call.module._buffers, *_parametrized(call.module)]:
             value = self.member(call, name)

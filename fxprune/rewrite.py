@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from .errors import ModelError
 from .fold import Carry, Folds
 from .kept import shrink
 from .masks import bake, check_fits, is_masked, keep_masks, parametrizations
-from .running import read_attribute
+from .running import copy_model, read_attribute
 
 
 @dataclass
@@ -90,7 +89,7 @@ def apply_with_journal(plan: Any, model: nn.Module, *, inplace: bool) -> tuple[n
     if is_masked(model):
         if inplace:
             raise ModelError("a masked model cannot be pruned in place; use inplace=False")
-        model = _copy(model, {})
+        model = copy_model(model)
         bake(model)
     check_fits(plan, model)
     with torch.no_grad():
@@ -104,21 +103,11 @@ def apply_with_journal(plan: Any, model: nn.Module, *, inplace: bool) -> tuple[n
             journal.rollback()
             raise
         return model, journal
-    small = _copy(model, {id(read_attribute(model, n)): _like(read_attribute(model, n), t)
+    small = copy_model(model, {id(read_attribute(model, n)): _like(read_attribute(model, n), t)
                           for n, t in change.tensors.items()})  # fmt: skip
     with torch.no_grad():
         _install(change, small, journal, in_place=False)
     return small, journal
-
-
-def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    try:
-        return copy.deepcopy(model, dict(memo))
-    except Exception as error:
-        raise ModelError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); "
-            "pass inplace=True to change the model itself"
-        ) from error
 
 
 def _like(old: Tensor, new: Tensor) -> Tensor:
@@ -135,14 +124,22 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
     for axis in plan._relations.sources:
         axes.setdefault(axis.name, []).append(axis)
     deltas: dict[str, Tensor] = {}
+    made = {key: torch.zeros(()) for key in _made_by_masks(plan, model)}
     for shift in folds.shifts:
         if shift.name:
             deltas[shift.name] = deltas.get(shift.name, 0) + shift.delta
         else:
-            owner = model.get_submodule(shift.path)
-            like = next(owner.parameters())
-            rows = _rows_of(plan, shift.path, shift.delta, plan._trace.model)
-            change.made[shift.path, shift.attribute] = rows.to(like)
+            made[shift.path, shift.attribute] = shift.delta
+    for (path, attribute), delta in made.items():
+        owner = model.get_submodule(path)
+        # A masked model has the bias already: its masks needed it.
+        old = getattr(owner, attribute, None)
+        new = delta.to(next(owner.parameters())) + (0 if old is None else old.detach())
+        rows = _rows_of(plan, path, new)
+        if old is None:
+            change.made[path, attribute] = rows
+        else:
+            change.tensors[f"{path}.{attribute}" if path else attribute] = rows
     carries = {carry.axis.name: carry for carry in folds.carries}
     masks = keep_masks(plan, folds) if plan._carriers.any() else {}
     for name in sorted(plan.kept.keys() | deltas.keys() | carries.keys() | masks.keys()):
@@ -183,12 +180,22 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
     return change
 
 
-def _rows_of(plan: Any, path: str, delta: Tensor, model: nn.Module) -> Tensor:
-    """A new bias's entries for the outputs that are left: those of its layer's weight."""
+def _made_by_masks(plan: Any, model: nn.Module) -> list[tuple[str, str]]:
+    """Biases that ``model`` has and the model of the plan has not."""
+    found = []
+    for path, module in plan._trace.model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None and getattr(model.get_submodule(path), name, None) is not None:
+                found.append((path, name))
+    return found
+
+
+def _rows_of(plan: Any, path: str, bias: Tensor) -> Tensor:
+    """A bias's entries for the outputs that are left of its layer's weight."""
     for axis in plan._relations.sources:
         if axis.role == "out" and axis.name.rpartition(".")[0] == path:
-            return delta.reshape(-1)[plan._replay.order[axis.first].reshape(-1)]
-    return delta
+            return bias.reshape(-1)[plan._replay.order[axis.first].reshape(-1)]
+    return bias
 
 
 def _carried(weight: Tensor, carry: Carry) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import tree
+from .errors import ModelError
 
 
 def read_attribute(root: nn.Module, name: str) -> Any:
@@ -19,39 +21,49 @@ def read_attribute(root: nn.Module, name: str) -> Any:
     return value
 
 
-def bind_inputs(model: nn.Module, example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``example_input`` as the arguments of the model's call."""
-    if isinstance(example_input, dict) or (
-        hasattr(example_input, "keys") and hasattr(example_input, "__getitem__")
-    ):
-        return (), {key: example_input[key] for key in example_input}
-    if isinstance(example_input, tuple):
-        return example_input, {}
-    return (example_input,), {}
+def bind_inputs(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``example_input`` as arguments of the model's call: copies, which it may write to."""
+    if hasattr(example_input, "keys") and hasattr(example_input, "__getitem__"):
+        given: Any = {key: example_input[key] for key in example_input.keys()}  # noqa: SIM118
+    else:
+        given = example_input if isinstance(example_input, tuple) else (example_input,)
+    given = tree.map_tensors(given, lambda t: t.detach().clone())
+    return ((), given) if isinstance(given, dict) else (tuple(given), {})
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; every module's own flag, every buffer and the RNG state back afterwards."""
-    flags = [(m, m.training) for m in model.modules()]
+    """Eval mode inside. Afterwards all is as it was: flags, buffers, whatever the modules have set
+    on themselves while running, and the state of the random number generators."""
+    spaces = [
+        (space, dict(space))
+        for m in model.modules()
+        for space in (vars(m), m._parameters, m._buffers, m._modules)
+    ]
     # Some models count calls or keep caches in their buffers even in eval mode.
     buffers = [(b, b._version, b.detach().clone()) for b in model.buffers()]
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
-        for m, _ in flags:
-            m.__dict__["training"] = False
+        for m in model.modules():
+            vars(m)["training"] = False
         torch.backends.mha.set_fastpath_enabled(False)  # it would hide the layers from the trace
         try:
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
-            for m, flag in flags:
-                m.__dict__["training"] = flag
+            for space, before in spaces:
+                _restore(space, before)
             with torch.no_grad():
-                for buffer, version, before in buffers:
+                for buffer, version, values in buffers:
                     if buffer._version != version:
-                        buffer.copy_(before)
+                        buffer.copy_(values)
+
+
+def _restore(space: dict[str, Any], before: dict[str, Any]) -> None:
+    if space.keys() != before.keys() or any(space[k] is not v for k, v in before.items()):
+        space.clear()
+        space.update(before)
 
 
 def describe(value: Any) -> str:
@@ -67,7 +79,25 @@ def describe(value: Any) -> str:
 
 def outputs(model: nn.Module, example_input: Any) -> list[Tensor]:
     """Every tensor that the model returns, in eval mode without gradients."""
-    args, kwargs = bind_inputs(model, example_input)
+    args, kwargs = bind_inputs(example_input)
     with evaluating(model), torch.no_grad():
         result = model(*args, **kwargs)
         return [t.detach().clone() for t in tree.tensors(result)]
+
+
+def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy; ``memo`` holds what stands for a tensor, by the tensor's id."""
+    memo = dict(memo or {})
+    for module in model.modules():
+        for value in vars(module).values():
+            # What a hook computes before each run (nn.utils.weight_norm) has a history, which
+            # deepcopy refuses; it is computed anew.
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo.setdefault(id(value), value.detach().clone())
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # whatever the model's own code raises
+        raise ModelError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); "
+            "pass inplace=True to change the model itself, or verify=False with it"
+        ) from error

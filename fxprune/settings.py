@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -39,7 +39,11 @@ def make_settings(sparsity, ignore, chosen, round_to, bias, exact, attention) ->
         raise SettingError(f"bias={bias!r} is unknown; use 'propagate' or 'drop'")
     if attention not in ("heads", "head_dim"):
         raise SettingError(f"attention={attention!r} is unknown; use 'heads' or 'head_dim'")
-    names = (ignore,) if isinstance(ignore, (str, type, nn.Module)) else tuple(ignore)
+    if isinstance(ignore, (str, type, nn.Module)):
+        ignore = (ignore,)
+    elif not isinstance(ignore, Iterable):
+        raise SettingError(f"ignore={ignore!r} is not a name, a glob, a type, a module or several")
+    names = tuple(ignore)
     return Settings(sparsity, names, chosen, round_to, bias, bool(exact), attention)
 
 

@@ -83,16 +83,21 @@ def pick(a, call, x, index, shape):
 @function(set_item, resize=new_index)
 def setitem(a, call):
     """What is written shares its units with where it is written."""
-    x, value = call.channels(), call.arg(2, "value")
-    if isinstance(value, (Channels, Named)):
-        value = a.channels(value)
-        index = call.arg(1, "index")
-        if any(isinstance(item, (Channels, Named, list)) for _, _, item in per_dim(x, index)):
-            a.freeze_all([x, value], f"positions that are data are written in {call.name}", call)
+    x, index, value = call.channels(), call.arg(1, "index"), call.arg(2, "value")
+    written = a.channels(value) if isinstance(value, (Channels, Named)) else None
+    for _, dim, item in per_dim(x, index):
+        if isinstance(item, (Channels, Named, list)) and x.touching([dim]):
+            a.freeze_all([x, written], f"positions that are data are written in {call.name}", call)
             return a.forget(x)
-        shape = tuple(torch.empty(x.shape, device="meta")[index].shape)
-        part = pick(a, call, x, index, shape)
-        a.meet(call, [part, value], None, shape)
+    if any(isinstance(item, (Channels, Named, list)) for _, _, item in per_dim(x, index)):
+        if written is not None:
+            a.freeze_all([x, written], f"positions that are data are written in {call.name}", call)
+        return a.forget(x)
+    shape = tuple(torch.empty(x.shape, device="meta")[index].shape)
+    part = pick(a, call, x, index, shape)
+    a.distinguish(part)
+    if written is not None:
+        a.meet(call, [part, written], None, shape)
     return a.forget(x)
 
 
@@ -150,4 +155,4 @@ def index_select(a, call):
     "bincount", "unique")  # fmt: skip
 def data_dependent(a, call):
     """Positions or an order come out: along channels these would mean something else."""
-    return a.unknown_along(call, f"{call.pattern.name} depends on which channels there are")
+    return a.unknown(call, f"{call.pattern.name} depends on which channels there are")

@@ -180,7 +180,7 @@ def unit_permutation(relations) -> np.ndarray:
             nth[label] = (i, met.get(unit, 0))
             met[unit] = met.get(unit, 0) + 1
     signs: dict[int, list] = {}
-    arrays = [source.labels() for source in relations.sources]
+    arrays = [*(source.labels() for source in relations.sources), *relations.parts]
     for value in relations.values.values():
         for x in value if isinstance(value, (tuple, list)) else [value]:
             arrays += [axis.units for axis in getattr(x, "axes", ())]
