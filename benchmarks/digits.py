@@ -253,7 +253,8 @@ def main() -> None:
     console.print(
         f"MACs: one image. Latency: {BATCH} images, median, on "
         f"{'the GPU' if device.type == 'cuda' else threads}.\n"
-        f"Accuracy: mean (lowest–highest) of {chosen.networks} networks on "
+        f"Accuracy: mean (lowest–highest) of {chosen.networks} "
+        f"network{'s' * (chosen.networks != 1)} on "
         f"{len(data.test[1]):,} unseen digits.\n"
         "Proof: largest difference from the masked model's outputs, relative.\n"
         f"Sparsity {chosen.sparsity:g}; took {time.perf_counter() - started:.0f} s."

@@ -434,7 +434,7 @@ class Algebra:
         """A cut axis as one over ``rest`` alone: slices go whole along the other dimensions."""
         index = tuple(slice(None) if d in rest else slice(0, 1) for d in axis.dims)
         head = axis.units[index]
-        self.join(replace(axis, source=None), Axis(axis.dims, head.expand(axis.units.shape)), call)
+        self.join_whole(axis, head.expand(axis.units.shape), call)
         kept = tuple(i for i, d in enumerate(axis.dims) if d in rest)
         units, constant = compact(axis.units, axis.constant, kept)
         return Axis(tuple(rest), units, constant, axis.border)
@@ -460,8 +460,11 @@ class Algebra:
     def source(self, value: Named, roles: Roles, view: tuple[int, ...] | None) -> Channels:
         raise NotImplementedError
 
-    def join(self, a: Axis, b: Axis, call: Call | None) -> None:
-        """Slices at one position of two axes belong to one unit."""
+    def join(self, a: Axis, b: Axis, call: Call) -> None:
+        """Slices at one position of two axes belong to one unit: they meet there."""
+
+    def join_whole(self, axis: Axis, head: Tensor, call: Call) -> None:
+        """Slices along some dimensions of an axis belong to one unit: that of ``head``."""
 
     def freeze(self, axis: Axis, reason: str, call: Call | None) -> None:
         """The slices of an axis stay."""

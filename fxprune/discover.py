@@ -65,6 +65,8 @@ class Relations:
     approximate: list[Note]
     graph: nx.Graph
     parts: list[torch.Tensor]  # slices that something is done to and not to others
+    # Labels that met at each call, pair by pair.
+    meetings: dict[fx.Node, list[tuple[np.ndarray, np.ndarray]]]
     arrivals: dict[int, torch.Tensor]  # first label of an axis -> labels of what it met first
     values: dict = field(repr=False, default_factory=dict)
 
@@ -90,6 +92,7 @@ class Discover(Algebra):
         self.counted: list[Note] = []
         self.arrivals: dict[int, torch.Tensor] = {}
         self.parts: list[torch.Tensor] = []
+        self.meetings: dict[fx.Node, list[tuple[np.ndarray, np.ndarray]]] = {}
 
     def run(self) -> None:
         super().run()
@@ -163,15 +166,22 @@ class Discover(Algebra):
                         None,
                     )
 
-    def join(self, a: Axis, b: Axis, call: Call | None) -> None:
+    def join(self, a: Axis, b: Axis, call: Call) -> None:
         if a.units is b.units:
             return
         for axis, other in ((a, b), (b, a)):
             if axis.source is not None:
                 self.arrivals.setdefault(axis.source.first, other.units)
-        left, right = a.units.reshape(-1).numpy(), b.units.reshape(-1).numpy()
+        self._couple(a.units, b.units, call)
+
+    def join_whole(self, axis: Axis, head: torch.Tensor, call: Call) -> None:
+        self._couple(axis.units, head, call)
+
+    def _couple(self, a: torch.Tensor, b: torch.Tensor, call: Call) -> None:
+        left, right = a.reshape(-1).numpy(), b.reshape(-1).numpy()
         self._joins.append((left, right))
-        self._couplings.append((left, right, call.name if call else ""))
+        self.meetings.setdefault(call.node, []).append((left, right))
+        self._couplings.append((left, right, call.name))
 
     def freeze(self, axis: Axis, reason: str, call: Call | None, line: str = "") -> None:
         units = axis.units.reshape(-1)
@@ -228,6 +238,7 @@ class Discover(Algebra):
             self.counted,
             graph,
             self.parts,
+            self.meetings,
             self.arrivals,
             self.values,
         )

@@ -23,6 +23,8 @@ from .layout import view_dims
 from .recorder import Trace
 from .spec import Spec
 
+_MANY = 2**31  # more than there are labels: two of them make one number
+
 
 class Mismatch(Exception):
     """The channels that were chosen do not fit together; ``units`` have to stay.
@@ -316,12 +318,10 @@ class Replay(Algebra):
             return Channels(value.spec.shape if view is None else view, tuple(axes))
         return Channels(self.view_shape(value.name), tuple(axes))
 
-    def join(self, a: Axis, b: Axis, call: Call | None) -> None:
-        left, right = self._classes[a.units], self._classes[b.units]
-        if left.shape == right.shape and bool((left == right).all()):
-            for axis in (a, b):
-                if axis.source is not None:
-                    self._pinned.add(axis.source.first)
+    def join(self, a: Axis, b: Axis, call: Call) -> None:
+        """Every pair of slices that meets now has met in the model as it is."""
+        if self._have_met(a.units, b.units, call):
+            self._pinned.update(axis.source.first for axis in (a, b) if axis.source is not None)
             return
         for axis, other in ((b, a), (a, b)):
             if axis.source is not None and self._rebind(axis.source, other.units):
@@ -331,26 +331,42 @@ class Replay(Algebra):
             "channels that meet would stand in different orders",
             call,
             order=True,
-            reorder=self._reorder(b.units, left) or self._reorder(a.units, right),
+            reorder=self._reorder(a.units, b.units, call, 0)
+            or self._reorder(b.units, a.units, call, 1),
         )
 
-    def _reorder(self, units: Tensor, classes: Tensor) -> tuple[int, Tensor] | None:
-        """The order in which the one producer of ``units`` would have to make them."""
-        if units.shape != classes.shape or units.dim() != 1:
+    def _met(self, call: Call) -> tuple[np.ndarray, np.ndarray]:
+        pairs = self._relations.meetings.get(call.node, [])
+        empty = np.zeros(0, dtype=np.int64)
+        left = np.concatenate([empty, *(p[0] for p in pairs)])
+        return left, np.concatenate([empty, *(p[1] for p in pairs)])
+
+    def _have_met(self, a: Tensor, b: Tensor, call: Call) -> bool:
+        if a.shape != b.shape:
+            return False
+        left, right = a.reshape(-1).numpy(), b.reshape(-1).numpy()
+        if np.array_equal(left, right):
+            return True
+        known = [side.astype(np.int64) for side in self._met(call)]
+        keys = left.astype(np.int64) * _MANY + right
+        return bool(np.isin(keys, known[0] * _MANY + known[1]).all())
+
+    def _reorder(self, a: Tensor, b: Tensor, call: Call, side: int) -> tuple[int, Tensor] | None:
+        """The producer of ``b`` and the order in which it would have to make it to meet ``a``."""
+        known = self._met(call)
+        mine, partners = known[side], known[1 - side]
+        if a.shape != b.shape or b.dim() != 1 or not np.isin(a.numpy(), mine).all():
             return None
+        order = np.argsort(mine, kind="stable")
+        found = order[np.searchsorted(mine[order], a.numpy())]
+        wanted = torch.from_numpy(partners[found])
         for source in self._relations.sources:
-            if (
-                source.role == "out"
-                and source.first <= int(units.min()) < source.first + source.size
-            ):
-                order = self.order[source.first]
-                known = source.first in self._orders or order.dim() != 1
-                if known or not torch.equal(units.sort()[0], (order + source.first).sort()[0]):
+            if source.role == "out" and source.first <= int(b.min()) < source.first + source.size:
+                own = self.order[source.first]
+                if source.first in self._orders or own.dim() != 1:
                     return None
-                own = self._classes[order + source.first]
-                if not torch.equal(own.sort()[0], classes.sort()[0]):
-                    return None
-                return source.first, order[_matching(own, classes)]
+                every = torch.equal((own + source.first).sort()[0], wanted.sort()[0])
+                return (source.first, wanted - source.first) if every else None
         return None
 
     def _rebind(self, source: SourceAxis, units: Tensor) -> bool:

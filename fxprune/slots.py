@@ -42,9 +42,12 @@ class Slots(Replay):
             axes.append(Axis(axis.dims, units))
         return Channels(x.shape, tuple(axes))
 
-    def join(self, a: Axis, b: Axis, call: Call | None) -> None:
-        if a.units.shape == b.units.shape:
-            self._joins.append((a.units.reshape(-1).numpy(), b.units.reshape(-1).numpy()))
+    def join(self, a: Axis, b: Axis, call: Call) -> None:
+        self.join_whole(a, b.units, call)
+
+    def join_whole(self, axis: Axis, head: torch.Tensor, call: Call) -> None:
+        if axis.units.shape == head.shape:
+            self._joins.append((axis.units.reshape(-1).numpy(), head.reshape(-1).numpy()))
 
     def kinds(self) -> Counter[Kind]:
         """How many slots there are of each kind."""
