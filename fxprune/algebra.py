@@ -244,7 +244,7 @@ class Algebra:
         axes: list[Axis] = []
         for axis in x.axes:
             units, constant = run_on(axis, x, function, touched)
-            dims = varying(units)
+            dims = varying(units) or self.narrow_dims(call, units)
             if not dims:
                 if units.numel():
                     one = Axis((0,), units.reshape(-1)[:1])
@@ -444,6 +444,10 @@ class Algebra:
     def number(self, node: fx.Node, args: tuple[Any, ...]) -> Any:
         """What a size expression of the code comes to."""
         return node.meta["spec"]
+
+    def narrow_dims(self, call: Call, units: Tensor) -> tuple[int, ...]:
+        """Where the axis of moved labels that do not vary lies, if it is one."""
+        return ()
 
     def result_shape(self, node: fx.Node) -> tuple[int, ...]:
         return node.meta["spec"].shape

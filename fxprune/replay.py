@@ -271,6 +271,19 @@ class Replay(Algebra):
         visit(node)
         return torch.cat(units).numpy() if units else np.zeros(0, dtype=np.int64)
 
+    def narrow_dims(self, call: Call, units: Tensor) -> tuple[int, ...]:
+        """An axis of which one slice is left lies where it lay."""
+        before = self.before.get(call.node)
+        if units.numel() == 0:
+            return ()
+        unit = self._classes[units.reshape(-1)[0]]
+        for x in before if isinstance(before, (tuple, list)) else [before]:
+            for axis in getattr(x, "axes", ()):
+                fits = all(d < units.dim() and units.size(d) == 1 for d in axis.dims)
+                if fits and bool((self._classes[axis.units] == unit).any()):
+                    return axis.dims
+        return ()
+
     # -- meanings -------------------------------------------------------------------------------
 
     def apply(self, call: Call) -> Any:
