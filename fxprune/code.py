@@ -16,9 +16,11 @@ from typing import Any
 
 from torch import fx, nn
 
-from . import tree
+from . import sizes, tree
+from .channels import Channels
+from .errors import PruningError
 from .recorder import ModuleCall, Trace
-from .replay import WrongSize, same_sizes
+from .replay import Replay, WrongSize, same_sizes
 from .running import read_attribute
 
 
@@ -80,7 +82,25 @@ def _restore(base: type, code: Code) -> Any:
     return object.__new__(cls)
 
 
-def rewrite(trace: Trace, index: int, wrong: list[WrongSize]) -> Code:
+def expect_argument(value: Any, recorded: Any, name: str) -> None:
+    """The new code is that of one run: an argument that changed its way has to be the same."""
+    if value is not recorded and value != recorded:
+        raise PruningError(
+            f"this forward was rewritten from a run with {name}={recorded!r}, and cannot take "
+            f"{value!r}; plan with the example input that you need"
+        )
+
+
+def expect_answer(answer: Any, recorded: Any, question: str) -> None:
+    """The code asked something of sizes, and went the way of the answer."""
+    if answer != recorded:
+        raise PruningError(
+            f"this forward was rewritten from a run in which {question} was {recorded}; it is "
+            f"{answer} now. Plan with an example input of such a size"
+        )
+
+
+def rewrite(trace: Trace, index: int, wrong: list[WrongSize], replay: Replay) -> Code:
     """New code for the module of call ``index``, which computes the wrong sizes.
 
     Raises:
@@ -89,13 +109,14 @@ def rewrite(trace: Trace, index: int, wrong: list[WrongSize]) -> Code:
     path = trace.calls[index].path
     if sum(call.path == path for call in trace.calls) > 1:
         raise CannotRewrite(f"{path or 'the model'} runs more than once")
-    return Code.of(_Body(trace, index, wrong).build())
+    return Code.of(_Body(trace, index, wrong, replay).build())
 
 
 class _Body:
     """The part of a trace that one module's forward has written."""
 
-    def __init__(self, trace: Trace, index: int, wrong: list[WrongSize]) -> None:
+    def __init__(self, trace: Trace, index: int, wrong: list[WrongSize], replay: Replay) -> None:
+        self.replay = replay
         self.trace = trace
         self.index = index
         self.call = trace.calls[index]
@@ -128,6 +149,7 @@ class _Body:
         output = self.call.output
         if self.call.parent is None:
             output = next(n for n in self.trace.graph.nodes if n.op == "output").args[0]
+        self._questions()
         self.graph.output(self._value(output))
         self.graph.eliminate_dead_code(lambda n: n.op != "get_attr" and not self._is_size(n))
         self.graph.lint()
@@ -145,6 +167,7 @@ class _Body:
     def _placeholders(self) -> None:
         parameters = inspect.signature(self.module.forward).parameters
         bound = inspect.signature(self.module.forward).bind(*self.call.args, **self.call.kwargs)
+        bound.apply_defaults()
         for name, value in bound.arguments.items():
             if parameters[name].kind in (
                 inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD,
@@ -152,7 +175,48 @@ class _Body:
                 raise CannotRewrite(f"{self.name} takes any number of arguments")
             default = parameters[name].default
             default = () if default is inspect.Parameter.empty else (default,)
-            self._bind(value, self.graph.placeholder(name, None, *default))
+            node = self.graph.placeholder(name, None, *default)
+            self._bind(value, node)
+            if isinstance(value, (bool, int, float, str, type(None))):
+                self.graph.call_function(expect_argument, (node, value, name))
+
+    def _questions(self) -> None:
+        """What the code asked of sizes has to have the same answer; where the new widths give
+        another one, the code's way is the one that was recorded."""
+        asked = set()
+        for function, operands, answer in self.call.questions:
+            key = (function, *map(sizes.expression, operands))
+            if key in asked or function(*map(self._at_new_widths, operands)) != answer:
+                continue
+            asked.add(key)
+            value = self.graph.call_function(function, tuple(map(self._number, operands)))
+            words = f"{function.__name__}({', '.join(str(sizes.plain(o)) for o in operands)})"
+            self.graph.call_function(expect_answer, (value, answer, words))
+
+    def _at_new_widths(self, number: Any) -> Any:
+        origin = getattr(number, "origin", None)
+        if isinstance(origin, sizes.Dimension):
+            value = self.replay.values[origin.source]
+            shape = value.shape if isinstance(value, Channels) else value.spec.shape
+            return shape[origin.dim]
+        if isinstance(origin, sizes.Operation):
+            return origin.function(*map(self._at_new_widths, origin.operands))
+        return sizes.plain(number)
+
+    def _number(self, number: Any) -> Any:
+        """The new code's expression for a traced number."""
+        origin = getattr(number, "origin", None)
+        if isinstance(origin, sizes.Dimension):
+            return self.graph.call_method("size", (self._value(origin.source), origin.dim))
+        if isinstance(origin, sizes.Operation):
+            return self.graph.call_function(
+                origin.function, tuple(map(self._number, origin.operands))
+            )
+        if isinstance(origin, sizes.Attribute):
+            node = self.graph.create_node("get_attr", self._relative(origin.name))
+            at = origin.index
+            return node if at is None else self.graph.call_function(operator.getitem, (node, at))
+        return number
 
     def _bind(self, value: Any, node: fx.Node) -> None:
         """Names for the recorded nodes inside an argument or a child's result."""

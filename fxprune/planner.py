@@ -317,7 +317,7 @@ class Planner:
         stands = True
         for index, sizes in by_call.items():
             try:
-                self.code[self.trace.calls[index].path] = rewrite(self.trace, index, sizes)
+                self.code[self.trace.calls[index].path] = rewrite(self.trace, index, sizes, replay)
             except CannotRewrite as error:
                 stands = False
                 self._freeze_size(sizes[0], str(error))

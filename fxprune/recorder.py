@@ -48,6 +48,8 @@ class ModuleCall:
     args: Any = ()
     kwargs: Any = field(default_factory=dict)
     output: Any = None
+    # Questions that its code asked of sizes: (operator, operands, answer).
+    questions: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = field(default_factory=list)
     reads_data: bool = False  # Python saw values of tensors: the run may go another way next time
 
 
@@ -116,7 +118,7 @@ def record(model: nn.Module, example_input: Any) -> Trace:
     ):
         args, kwargs = recorder.placeholders(args, kwargs)
         try:
-            with recorder:
+            with recorder, recorder.listening():
                 output = model(*args, **kwargs)
         except Exception as error:
             raise InputError(
@@ -206,12 +208,27 @@ class _Recorder(TorchFunctionMode):
         self._leaf: dict[int, bool] = {}
         self._stack: list[int] = []
         self._suspended = False
+        self._inside_torch = False
         self._count = 0
         # id of a live tensor -> (weak reference, node, path of keys into the node's result)
         self._known: dict[int, tuple[weakref.ref, fx.Node, tuple[Any, ...]]] = {}
         self._memo: dict[Any, fx.Node] = {}
         self.escapes: list[tuple[fx.Node, str, str]] = []
         self._kept: list[Any] = []  # constants, whose ids must not be reused
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Note what the model's own code asks of sizes."""
+
+        def note(function: Callable[..., Any], operands: tuple[Any, ...], answer: Any) -> None:
+            if self._stack and not self._suspended and not self._inside_torch:
+                self.calls[self._stack[-1]].questions.append((function, operands, answer))
+
+        before, sizes.on_question = sizes.on_question, note
+        try:
+            yield
+        finally:
+            sizes.on_question = before
 
     # -- values -------------------------------------------------------------------------------
 
@@ -391,6 +408,13 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._suspended:
             return func(*args, **kwargs)
+        self._inside_torch = True
+        try:
+            return self._torch_call(func, args, kwargs)
+        finally:
+            self._inside_torch = False
+
+    def _torch_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func == _SHAPE or func is _SIZE:
             return self._read_size(func, args, kwargs)
         kind, target = "call_function", func

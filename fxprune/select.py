@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import networkx as nx
 import numpy as np
@@ -92,14 +92,10 @@ class _Part:
         for row in partition:
             order = row[np.argsort(-self.scores[row], kind="stable")]
             kept[order[: keep_count(len(row), sparsity, step)]] = True
-        if not self._covered(kept):
-            if len(partition) > 1:
-                return self._search(sparsity, round_to)
-            for cover in self.covers:
-                inside = np.flatnonzero(np.isin(self.units, cover))
-                if not kept[inside].any():
-                    kept[inside[np.argmax(self.scores[inside])]] = True
-        return kept
+        if self._covered(kept):
+            return kept
+        bins = self.bins or [self.units[None, :]]  # as many as asked for, some of every cover
+        return replace(self, bins=bins)._search(sparsity, round_to)
 
     def _partition(self) -> list[np.ndarray] | None:
         """The rows of the bins as index lists, where they are one partition of the units."""

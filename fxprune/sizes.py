@@ -118,3 +118,31 @@ def _install(base: type, cls: type) -> None:
 
 _install(int, TracedInt)
 _install(float, TracedFloat)
+
+
+# Called with (operator, operands, outcome) when Python asks a question of a traced number: which
+# way the code goes depends on the answer. Set while a run is recorded.
+on_question: Callable[[Callable[..., Any], tuple[Any, ...], Any], None] | None = None
+
+
+def _install_questions(cls: type, base: type) -> None:
+    def question(name: str, function: Callable[..., Any]) -> None:
+        plain_method = getattr(base, name)
+
+        def method(self: Any, *other: Any) -> Any:
+            outcome = plain_method(self, *other)
+            if on_question is not None and outcome is not NotImplemented:
+                on_question(function, (self, *other), outcome)
+            return outcome
+
+        method.__name__ = name
+        setattr(cls, name, method)
+
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        question(f"__{name}__", getattr(operator, name))
+    question("__bool__", operator.truth)
+    setattr(cls, "__hash__", base.__hash__)  # noqa: B010
+
+
+_install_questions(TracedInt, int)
+_install_questions(TracedFloat, float)

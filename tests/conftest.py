@@ -2,6 +2,7 @@
 
 import warnings
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -14,3 +15,8 @@ settings.register_profile("long", max_examples=10_000, **_COMMON)
 settings.load_profile("ci")
 torch.set_num_threads(1)
 warnings.simplefilter("ignore", fxprune.PruningWarning)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 # Most are not 0 at 0: what a removed channel emits then depends on every step it goes through.
 ACTIVATIONS = {
     "sigmoid": torch.sigmoid, "softplus": F.softplus, "gelu": F.gelu, "relu": torch.relu,
-    "cos": torch.cos, "elu1": lambda t: F.elu(t) + 1, "hardswish": F.hardswish, "shifted": lambda t: torch.tanh(t - 0.5),
+    "cos": torch.cos, "elu1": lambda t: F.elu(t) + 1, "hardswish": F.hardswish,
+    "shifted": lambda t: torch.tanh(t - 0.5),
 }  # fmt: skip
 
 
@@ -148,7 +149,11 @@ class Network(nn.Module):
         super().__init__()
         self.stem, self.blocks, self.head = stem, nn.ModuleList(blocks), head
         channels = blocks[-1].out if blocks else stem.out
-        self.out = nn.Linear(channels * (16 if head == "flatten" else 1), outputs) if head != "conv" else nn.Conv2d(channels, outputs, 3, padding=1)
+        self.out = (
+            nn.Linear(channels * (16 if head == "flatten" else 1), outputs)
+            if head != "conv"
+            else nn.Conv2d(channels, outputs, 3, padding=1)
+        )
 
     def forward(self, x):
         x = self.stem(x)
@@ -182,11 +187,23 @@ def networks(draw, norms_over_channels: bool = False):
         even = channels % 2 == 0
         if kind == "conv":
             kernel, padding = draw(st.sampled_from([(1, 0), (1, 1), (3, 1), (3, 2)]))
-            block: Block = ConvAct(channels, draw(width), kernel, padding, draw(st.booleans()), draw(act))
+            block: Block = ConvAct(
+                channels, draw(width), kernel, padding, draw(st.booleans()), draw(act)
+            )
         elif kind == "depthwise":
-            block = ConvAct(channels, channels * draw(st.integers(1, 2)), 3, 1, draw(st.booleans()), draw(act), channels)
+            block = ConvAct(
+                channels,
+                channels * draw(st.integers(1, 2)),
+                3,
+                1,
+                draw(st.booleans()),
+                draw(act),
+                channels,
+            )
         elif kind == "grouped" and even:
-            block = ConvAct(channels, draw(width), 3, draw(st.integers(1, 2)), draw(st.booleans()), draw(act), 2)
+            block = ConvAct(
+                channels, draw(width), 3, draw(st.integers(1, 2)), draw(st.booleans()), draw(act), 2
+            )
         elif kind == "norm":
             block = Norm(channels, draw(st.sampled_from(norms)), draw(act))
         elif kind == "layer norm":
@@ -196,7 +213,9 @@ def networks(draw, norms_over_channels: bool = False):
         elif kind == "residual":
             block = Residual(channels, draw(width), draw(act))
         elif kind == "branches":
-            block = Branches(channels, draw(width), draw(act), draw(st.sampled_from(["cat", "stack"])))
+            block = Branches(
+                channels, draw(width), draw(act), draw(st.sampled_from(["cat", "stack"]))
+            )
         elif kind == "halves" and even:
             block = Halves(channels, draw(act), draw(st.sampled_from(["cat", "gate", "glu"])))
         elif kind == "shuffle" and even:

@@ -32,7 +32,7 @@ def awake(model: nn.Module, seed: int = 0) -> nn.Module:
 
     model = model.double().eval()
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for p in model.parameters():
             if p.dim() <= 1:
                 p.add_(0.5 * noise(p))
         for name, b in model.named_buffers():

@@ -30,11 +30,15 @@ class Net(nn.Module):
 
 
 def image(c=3, size=8, batch=2):
-    return torch.randn(batch, c, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(
+        batch, c, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
 
 
 def sequence(c=3, length=8, batch=2):
-    return torch.randn(batch, c, length, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(
+        batch, c, length, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
 
 
 def kept(plan, name):
@@ -55,7 +59,9 @@ def test_01_flatten_makes_blocks_of_columns(rank, how):
         y = F.silu(s.conv(x))
         return s.fc(y.flatten(1) if how == "flatten" else y.view(x.size(0), -1))
 
-    plan, small = check(Net(forward, conv=conv(3, 8, 3, padding=1), fc=nn.Linear(8 * 4**rank, 5)), x)
+    plan, small = check(
+        Net(forward, conv=conv(3, 8, 3, padding=1), fc=nn.Linear(8 * 4**rank, 5)), x
+    )
     assert small.fc.in_features == 4 * 4**rank
     assert kept(plan, "conv") == 4
 
@@ -83,7 +89,9 @@ def test_06_channel_shuffle_takes_equally_from_each_group(how):
              "function": lambda: F.channel_shuffle(y, 2)}[how]()  # fmt: skip
         return s.b(y)
 
-    net = Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 5, 3, padding=1), shuffle=nn.ChannelShuffle(2))
+    net = Net(
+        forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 5, 3, padding=1), shuffle=nn.ChannelShuffle(2)
+    )
     plan, small = check(net, image())
     assert small.a.out_channels == 4
     rows = plan.kept["a.weight"][0]
@@ -116,7 +124,9 @@ def test_08_pixel_shuffle_unit_is_r_squared_filters():
     def forward(s, x):
         return s.b(F.softplus(F.pixel_shuffle(s.a(x), 2)))
 
-    plan, small = check(Net(forward, a=nn.Conv2d(3, 24, 3, padding=1), b=nn.Conv2d(6, 4, 3)), image())
+    plan, small = check(
+        Net(forward, a=nn.Conv2d(3, 24, 3, padding=1), b=nn.Conv2d(6, 4, 3)), image()
+    )
     assert small.a.out_channels == 12 and small.b.in_channels == 3
 
 
@@ -124,7 +134,9 @@ def test_08_pixel_unshuffle_channel_is_r_squared_columns():
     def forward(s, x):
         return s.b(s.down(torch.sigmoid(s.a(x))))
 
-    net = Net(forward, a=nn.Conv2d(3, 6, 3, padding=1), down=nn.PixelUnshuffle(2), b=nn.Conv2d(24, 4, 3))
+    net = Net(
+        forward, a=nn.Conv2d(3, 6, 3, padding=1), down=nn.PixelUnshuffle(2), b=nn.Conv2d(24, 4, 3)
+    )
     plan, small = check(net, image())
     assert small.a.out_channels == 3 and small.b.in_channels == 12
 
@@ -133,7 +145,9 @@ def test_09_cat_with_the_image_keeps_its_columns():
     def forward(s, x):
         return s.b(torch.cat([x, F.elu(s.a(x)) + 1], 1))
 
-    plan, small = check(Net(forward, a=nn.Conv2d(3, 8, 3, padding=1), b=nn.Conv2d(11, 4, 3, padding=1)), image())
+    plan, small = check(
+        Net(forward, a=nn.Conv2d(3, 8, 3, padding=1), b=nn.Conv2d(11, 4, 3, padding=1)), image()
+    )
     assert plan.kept["b.weight"][1][:3].tolist() == [0, 1, 2] and small.b.in_channels == 7
 
 
@@ -152,7 +166,12 @@ def test_10_unet_skip():
         b = F.silu(s.b(F.max_pool2d(a, 2)))
         return s.c(torch.cat([a, F.interpolate(b, scale_factor=2)], 1))
 
-    net = Net(forward, a=nn.Conv2d(3, 8, 3, padding=1), b=nn.Conv2d(8, 12, 3, padding=1), c=nn.Conv2d(20, 4, 3, padding=1))
+    net = Net(
+        forward,
+        a=nn.Conv2d(3, 8, 3, padding=1),
+        b=nn.Conv2d(8, 12, 3, padding=1),
+        c=nn.Conv2d(20, 4, 3, padding=1),
+    )
     plan, small = check(net, image())
     assert small.c.in_channels == 10
 
@@ -165,7 +184,9 @@ def test_10_densenet_chain():
         return s.head(torch.cat(features, 1))
 
     layers = nn.ModuleList(
-        nn.Sequential(nn.BatchNorm2d(8 + 4 * i), nn.Sigmoid(), nn.Conv2d(8 + 4 * i, 4, 3, padding=1))
+        nn.Sequential(
+            nn.BatchNorm2d(8 + 4 * i), nn.Sigmoid(), nn.Conv2d(8 + 4 * i, 4, 3, padding=1)
+        )
         for i in range(3)
     )
     net = Net(forward, stem=nn.Conv2d(3, 8, 3), layers=layers, head=nn.Conv2d(20, 5, 1))
@@ -214,7 +235,9 @@ def test_14_shortcut_padded_in_channels():
         y = torch.sigmoid(s.a(x))
         return s.c(torch.sigmoid(s.b(y) + F.pad(y, (0, 0, 0, 0, 2, 2))))
 
-    net = Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 12, 3, padding=1), c=nn.Conv2d(12, 4, 3))
+    net = Net(
+        forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 12, 3, padding=1), c=nn.Conv2d(12, 4, 3)
+    )
     plan, small = check(net, image())
     assert small.b.out_channels == small.a.out_channels + 4 == 8
 
@@ -225,7 +248,13 @@ def test_15_patch_merging():
         parts = [y[:, i::2, j::2] for j in (0, 1) for i in (0, 1)]
         return s.out(s.reduction(s.norm(torch.cat(parts, -1))))
 
-    net = Net(forward, a=nn.Conv2d(3, 8, 1), norm=nn.LayerNorm(32), reduction=nn.Linear(32, 16), out=nn.Linear(16, 3))
+    net = Net(
+        forward,
+        a=nn.Conv2d(3, 8, 1),
+        norm=nn.LayerNorm(32),
+        reduction=nn.Linear(32, 16),
+        out=nn.Linear(16, 3),
+    )
     plan, small = check(net, image())
     assert small.reduction.in_features == 16 and small.norm.normalized_shape == (16,)
 
@@ -237,7 +266,9 @@ def test_16_text_convolutions():
 
     convs = nn.ModuleList(nn.Conv1d(12, 6, k) for k in (2, 3, 4))
     net = Net(forward, table=nn.Embedding(20, 12), convs=convs, fc=nn.Linear(18, 3))
-    plan, small = check(net, torch.randint(0, 20, (2, 9), generator=torch.Generator().manual_seed(0)))
+    plan, small = check(
+        net, torch.randint(0, 20, (2, 9), generator=torch.Generator().manual_seed(0))
+    )
     assert small.table.embedding_dim == 6 and small.fc.in_features == 9
 
 
@@ -271,7 +302,9 @@ def test_21_gates_pair_their_halves(kind):
         left, right = y.chunk(2, 1)
         return s.b(F.gelu(left) * right)
 
-    net = Net(forward, a=nn.Conv2d(3, 16, 1), dw=nn.Conv2d(16, 16, 3, groups=16), b=nn.Conv2d(8, 4, 1))
+    net = Net(
+        forward, a=nn.Conv2d(3, 16, 1), dw=nn.Conv2d(16, 16, 3, groups=16), b=nn.Conv2d(8, 4, 1)
+    )
     plan, small = check(net, image())
     assert small.a.out_channels == 8 and small.b.in_channels == 4
 
@@ -282,7 +315,13 @@ def test_22_swiglu_leaves_exactly_half(fused):
         gate, up = s.both(x).chunk(2, -1) if fused else (s.gate(x), s.up(x))
         return s.down(F.silu(gate) * up)
 
-    net = Net(forward, gate=nn.Linear(6, 16), up=nn.Linear(6, 16), both=nn.Linear(6, 32), down=nn.Linear(16, 6))
+    net = Net(
+        forward,
+        gate=nn.Linear(6, 16),
+        up=nn.Linear(6, 16),
+        both=nn.Linear(6, 32),
+        down=nn.Linear(16, 6),
+    )
     plan, small = check(net, torch.randn(2, 5, 6, dtype=torch.float64))
     assert small.down.in_features == 8
 
@@ -303,7 +342,9 @@ def test_24_spatial_attention_ends_the_coupling():
         level = torch.cat([y.mean(1, keepdim=True), y.max(1, keepdim=True)[0]], 1)
         return s.b(y * torch.sigmoid(s.gate(level)))
 
-    net = Net(forward, a=nn.Conv2d(3, 8, 3), gate=nn.Conv2d(2, 1, 3, padding=1), b=nn.Conv2d(8, 4, 3))
+    net = Net(
+        forward, a=nn.Conv2d(3, 8, 3), gate=nn.Conv2d(2, 1, 3, padding=1), b=nn.Conv2d(8, 4, 3)
+    )
     plan, small = check(net, image())
     assert small.gate.in_channels == 2 and small.a.out_channels == 4
     assert plan.approximate
@@ -315,7 +356,13 @@ def test_25_squeeze_excite():
         g = torch.sigmoid(s.up(torch.relu(s.down(y.mean((2, 3))))))
         return s.b(y * g[:, :, None, None])
 
-    net = Net(forward, a=nn.Conv2d(3, 8, 3), down=nn.Linear(8, 4), up=nn.Linear(4, 8), b=nn.Conv2d(8, 4, 3))
+    net = Net(
+        forward,
+        a=nn.Conv2d(3, 8, 3),
+        down=nn.Linear(8, 4),
+        up=nn.Linear(4, 8),
+        b=nn.Conv2d(8, 4, 3),
+    )
     plan, small = check(net, image())
     assert small.a.out_channels == small.up.out_features == 4 and small.down.out_features == 2
 
@@ -323,7 +370,9 @@ def test_25_squeeze_excite():
 # -- parameters, norms, ties ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["grouped", "depthwise", "multiplier", "transposed", "grouped transposed"])
+@pytest.mark.parametrize(
+    "kind", ["grouped", "depthwise", "multiplier", "transposed", "grouped transposed"]
+)
 def test_33_grouped_convolutions(kind):
     middle = {
         "grouped": nn.Conv2d(8, 12, 3, groups=2, padding=1),
@@ -332,7 +381,9 @@ def test_33_grouped_convolutions(kind):
         "transposed": nn.ConvTranspose2d(8, 8, 3, groups=8, stride=2),
         "grouped transposed": nn.ConvTranspose2d(8, 12, 3, groups=2),
     }[kind]
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sigmoid(), middle, nn.Sigmoid(), nn.Conv2d(middle.out_channels, 4, 1))
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.Sigmoid(), middle, nn.Sigmoid(), nn.Conv2d(middle.out_channels, 4, 1)
+    )
     plan, small = check(net, image())
     assert small[2].out_channels == middle.out_channels // 2 and small[0].out_channels == 4
 
@@ -342,7 +393,9 @@ def test_33_each_group_loses_its_own_lowest():
     first = nn.Conv2d(3, 8, 1)
     with torch.no_grad():
         first.weight.mul_(torch.tensor([1.0, 9, 1, 9, 9, 9, 1, 1]).view(8, 1, 1, 1))
-        first.weight.copy_(first.weight.sign() * torch.tensor([1.0, 9, 1, 9, 9, 9, 1, 1]).view(8, 1, 1, 1))
+        first.weight.copy_(
+            first.weight.sign() * torch.tensor([1.0, 9, 1, 9, 9, 9, 1, 1]).view(8, 1, 1, 1)
+        )
         conv.weight.fill_(0.01)
     plan, _ = check(nn.Sequential(first, nn.Sigmoid(), conv), image())
     assert sorted(plan.kept["0.weight"][0].tolist()) == [1, 3, 4, 5]
@@ -350,8 +403,9 @@ def test_33_each_group_loses_its_own_lowest():
 
 @pytest.mark.parametrize("norm", [
     nn.GroupNorm(4, 8), nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
-    nn.InstanceNorm2d(8), nn.BatchNorm2d(8, affine=False), nn.BatchNorm2d(8), nn.PReLU(8), nn.PReLU(),
-    nn.BatchNorm2d(8, track_running_stats=False), nn.GroupNorm(8, 8), nn.GroupNorm(1, 8, affine=False),
+    nn.InstanceNorm2d(8), nn.BatchNorm2d(8, affine=False), nn.BatchNorm2d(8), nn.PReLU(8),
+    nn.PReLU(), nn.BatchNorm2d(8, track_running_stats=False), nn.GroupNorm(8, 8),
+    nn.GroupNorm(1, 8, affine=False),
 ], ids=str)  # fmt: skip
 def test_34_norms(norm):
     net = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.Sigmoid(), nn.Conv2d(8, 4, 3, padding=1))
@@ -365,7 +419,16 @@ def test_34_group_norm_with_rounding():
     assert small[0].out_channels % 12 == 0  # four equal groups and a multiple of three
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.RMSNorm(8), nn.LayerNorm(8, elementwise_affine=False), nn.LayerNorm(8, bias=False)], ids=str)
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.LayerNorm(8),
+        nn.RMSNorm(8),
+        nn.LayerNorm(8, elementwise_affine=False),
+        nn.LayerNorm(8, bias=False),
+    ],
+    ids=str,
+)
 def test_34_norms_over_channels(norm):
     net = nn.Sequential(nn.Linear(6, 8), norm, nn.Sigmoid(), nn.Linear(8, 4))
     plan, small = check(net, torch.randn(2, 5, 6, dtype=torch.float64))
@@ -380,8 +443,9 @@ def test_35_layer_scale_and_frozen_batch_norm():
         return s.b(torch.sigmoid(y))
 
     rand = lambda: torch.rand(8, dtype=torch.float64) + 0.5  # noqa: E731
-    net = Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 3, padding=1), gamma=nn.Parameter(rand().view(8, 1, 1)),
-              weight=rand(), var=rand(), bias=rand(), mean=rand())  # fmt: skip
+    net = Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 3, padding=1),
+              gamma=nn.Parameter(rand().view(8, 1, 1)), weight=rand(), var=rand(), bias=rand(),
+              mean=rand())  # fmt: skip
     plan, small = check(net, image())
     assert small.gamma.shape == (4, 1, 1) and small.mean.shape == (4,)
 
@@ -391,7 +455,13 @@ def test_36_fusion_weights_are_no_channel_axis():
         w = torch.relu(s.w)
         return s.c((w[0] * s.a(x) + w[1] * s.b(x)) / (w.sum() + 1e-4))
 
-    net = Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(3, 8, 3), c=nn.Conv2d(8, 4, 3), w=nn.Parameter(torch.rand(2) + 1))
+    net = Net(
+        forward,
+        a=nn.Conv2d(3, 8, 3),
+        b=nn.Conv2d(3, 8, 3),
+        c=nn.Conv2d(8, 4, 3),
+        w=nn.Parameter(torch.rand(2) + 1),
+    )
     plan, small = check(net, image())
     assert small.w.shape == (2,) and small.c.in_channels == 4
 
@@ -415,7 +485,14 @@ def test_38_tied_embedding_and_output():
 
 
 def test_38_two_convolutions_share_one_weight():
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sigmoid(), nn.Conv2d(8, 8, 3), nn.Sigmoid(), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 1))
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.Sigmoid(),
+        nn.Conv2d(8, 8, 3),
+        nn.Sigmoid(),
+        nn.Conv2d(8, 8, 3),
+        nn.Conv2d(8, 4, 1),
+    )
     net[4].weight = net[2].weight
     plan, small = check(net, image())
     assert small[4].weight is small[2].weight and small[2].out_channels == 4
@@ -435,7 +512,13 @@ def test_39_functional_convolution():
     def forward(s, x):
         return s.b(torch.sigmoid(F.conv2d(torch.sigmoid(s.a(x)), s.w, s.bias, padding=1)))
 
-    net = Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(6, 4, 1), w=nn.Parameter(torch.randn(6, 8, 3, 3)), bias=nn.Parameter(torch.randn(6)))
+    net = Net(
+        forward,
+        a=nn.Conv2d(3, 8, 3),
+        b=nn.Conv2d(6, 4, 1),
+        w=nn.Parameter(torch.randn(6, 8, 3, 3)),
+        bias=nn.Parameter(torch.randn(6)),
+    )
     plan, small = check(net, image())
     assert small.w.shape == (3, 4, 3, 3)
 
@@ -458,7 +541,13 @@ def test_39_bare_weights(how):
 
 
 def test_40_weight_norm():
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sigmoid(), nn.Conv2d(8, 6, 3, padding=1), nn.Sigmoid(), nn.Conv2d(6, 4, 1))
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.Sigmoid(),
+        nn.Conv2d(8, 6, 3, padding=1),
+        nn.Sigmoid(),
+        nn.Conv2d(6, 4, 1),
+    )
     for i in (0, 2):
         torch.nn.utils.parametrizations.weight_norm(net[i])
     plan, small = check(net, image())
@@ -470,12 +559,16 @@ def test_41_residual_onto_the_input():
     def forward(s, x):
         return x + s.b(torch.sigmoid(s.a(x)))
 
-    plan, small = check(Net(forward, a=nn.Conv2d(3, 8, 3, padding=1), b=nn.Conv2d(8, 3, 3, padding=1)), image())
+    plan, small = check(
+        Net(forward, a=nn.Conv2d(3, 8, 3, padding=1), b=nn.Conv2d(8, 3, 3, padding=1)), image()
+    )
     assert small.a.out_channels == 4 and small.b.out_channels == 3
 
 
 def test_42_one_output_channel_is_not_depthwise():
-    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Sigmoid(), nn.Conv2d(8, 1, 3), nn.Sigmoid(), nn.Conv2d(1, 4, 1))
+    net = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.Sigmoid(), nn.Conv2d(8, 1, 3), nn.Sigmoid(), nn.Conv2d(1, 4, 1)
+    )
     plan, small = check(net, image(1))
     assert small[0].out_channels == 4 and small[2].out_channels == 1
 
@@ -524,7 +617,9 @@ def test_47_argmax_over_channels_keeps_its_producer():
         y = s.a(x)
         return s.b(torch.sigmoid(y)), y.argmax(1)
 
-    plan, small = check(Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 3)), image(), shrinks=False)
+    plan, small = check(
+        Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 3)), image(), shrinks=False
+    )
     assert small.a.out_channels == 8
     assert "argmax" in dict(plan.skipped)["a"]
 
@@ -555,12 +650,15 @@ def test_50_softmax_over_channels_is_refused():
     def forward(s, x):
         return s.b(torch.softmax(s.a(x), 1))
 
-    plan, small = check(Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 3)), image(), shrinks=False)
+    plan, small = check(
+        Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 3)), image(), shrinks=False
+    )
     assert small.a.out_channels == 8 and "softmax" in dict(plan.skipped)["a"]
 
 
 @pytest.mark.parametrize("settings", [
-    {}, {"num_layers": 2}, {"bidirectional": True}, {"num_layers": 2, "bidirectional": True}, {"proj_size": 6},
+    {}, {"num_layers": 2}, {"bidirectional": True}, {"num_layers": 2, "bidirectional": True},
+    {"proj_size": 6},
     {"batch_first": True, "num_layers": 2, "proj_size": 4, "bidirectional": True}, {"bias": False},
 ], ids=str)  # fmt: skip
 def test_43_lstm_getitem_linear(settings):

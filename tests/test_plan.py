@@ -64,7 +64,7 @@ def test_kept_are_the_indices_that_a_slice_by_hand_needs():
     assert set(plan.kept) == {name for name, _ in group(plan, "0").members}
     small, state = plan.apply(net), net.state_dict()
     for name, dims in plan.kept.items():
-        (dim, indices), = dims.items()
+        ((dim, indices),) = dims.items()
         assert torch.equal(indices, stays) and indices.dtype == torch.int64
         if name not in ("3.bias",):
             expected = state[name].index_select(dim, indices)

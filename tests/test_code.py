@@ -1,0 +1,81 @@
+"""Forwards that are written anew: right for other inputs, or an error; never silently wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxprune
+
+from .oracle import awake, difference, run
+
+
+class Literal(nn.Module):
+    """A view with a literal, a dropout, a flag, and a question asked of the batch size."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(3, 16, 3), nn.Linear(16 * 36, 10)
+
+    def forward(self, x, *, flip=False):
+        y = self.out(F.dropout(torch.sigmoid(self.conv(x)).view(-1, 16 * 36), 0.5, self.training))
+        if x.shape[0] > 3:
+            y = y * 100
+        return -y if flip else y
+
+
+def batch(n):
+    generator = torch.Generator().manual_seed(n)
+    return torch.randn(n, 3, 8, 8, dtype=torch.float64, generator=generator)
+
+
+@pytest.fixture
+def planned():
+    model = awake(Literal())
+    plan = fxprune.plan(model, batch(2))
+    return model, plan, plan.apply(model)
+
+
+def test_the_new_forward_is_right_for_other_batch_sizes(planned):
+    model, plan, small = planned
+    assert plan.code[""].source.count("288") == 1
+    for n in (1, 2, 3):
+        assert difference(run(plan.mask(model), batch(n)), run(small, batch(n))) < 1e-9
+
+
+def test_a_size_that_sends_the_code_another_way_is_an_error(planned):
+    with pytest.raises(fxprune.PruningError, match="gt"):
+        planned[2](batch(5))
+
+
+def test_a_flag_that_sends_the_code_another_way_is_an_error(planned):
+    small = planned[2]
+    assert difference([small(batch(2), flip=False)], [small(batch(2))]) == 0
+    with pytest.raises(fxprune.PruningError, match="flip=False"):
+        small(batch(2), flip=True)
+
+
+def test_dropout_follows_the_training_flag(planned):
+    small = planned[2]
+    x = batch(2)
+    assert difference([small.train()(x)], [small(x)]) > 0
+    assert difference([small.eval()(x)], [small(x)]) == 0
+
+
+def test_code_that_differs_in_training_mode_is_left_whole():
+    class Other(Literal):
+        def forward(self, x):
+            y = torch.sigmoid(self.conv(x)).view(-1, 16 * 36)
+            return self.out(y * 2 if self.training else y)
+
+    plan = fxprune.plan(awake(Other()), batch(2))
+    assert "training mode" in dict(plan.skipped)["conv"] and not plan.code
+
+
+def test_pruning_twice_works_on_a_rewritten_forward(planned):
+    small = planned[2]
+    again = fxprune.prune(small, batch(2))
+    assert again.conv.out_channels == 4 and type(again).__name__ == "Literal"
+    assert type(again).__mro__[1] is Literal
