@@ -78,7 +78,7 @@ def fpgm(group: list[Slices]) -> np.ndarray:
         order = np.argsort(s.units[inside], kind="stable")
         rows = s.weights[torch.from_numpy(np.flatnonzero(inside)[order])].double()
         units, starts = np.unique(s.units[inside][order], return_index=True)
-        if len(rows) % len(units):
+        if not len(units) or len(rows) % len(units):
             continue  # slices that do not pair off between units say nothing of their distance
         if np.any(np.diff(starts) != len(rows) // len(units)):
             continue
