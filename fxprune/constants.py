@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .algebra import Algebra
-from .call import Call, Named, Roles, leaves
+from .call import Call, Named, Roles
 from .channels import Axis, Channels, SourceAxis
 from .discover import Relations
 from .recorder import Trace
@@ -265,6 +265,3 @@ def _over(array: Tensor, dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """A result over all dimensions, brought down to ``dims``."""
     index = tuple(slice(None) if d in dims else 0 for d in range(array.dim()))
     return array[index].expand(sizes)
-
-
-__all__ = ["Constants", "Read", "leaves"]

@@ -214,7 +214,6 @@ class _Recorder(TorchFunctionMode):
         self._known: dict[int, tuple[weakref.ref, fx.Node, tuple[Any, ...]]] = {}
         self._memo: dict[Any, fx.Node] = {}
         self.escapes: list[tuple[fx.Node, str, str]] = []
-        self._kept: list[Any] = []  # constants, whose ids must not be reused
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from . import registry
 from .channels import SourceAxis
@@ -242,6 +241,3 @@ def _install(change: Change, model: nn.Module, journal: Journal, *, in_place: bo
         journal.cls(model.get_submodule(path), cls)
     for path, refresh in change.refresh.items():
         refresh(model.get_submodule(path))
-
-
-__all__ = ["apply", "apply_with_journal", "parametrize"]

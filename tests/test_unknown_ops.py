@@ -1,0 +1,72 @@
+"""Calls that no pattern is known for: followed through their aten ops, or left whole and named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from .oracle import check
+from .test_constructs import Net, image
+
+
+@pytest.mark.parametrize("function", [
+    torch.special.expit, torch.logaddexp, torch.special.log_ndtr, torch.erfc, torch.sinc,
+    nn.functional.softplus, torch.special.xlog1py,
+], ids=lambda f: f.__name__)  # fmt: skip
+def test_elementwise_ops_are_recognised_by_their_aten_ops(function):
+    two = function in (torch.logaddexp, torch.special.xlog1py)
+
+    def forward(s, x):
+        y, z = torch.sigmoid(s.a(x)), torch.sigmoid(s.b(x))
+        return s.c(function(y, z) if two else function(y) + z)
+
+    net = Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(3, 8, 3), c=nn.Conv2d(8, 4, 3))
+    plan, small = check(net, image())
+    assert small.c.in_channels == 4
+
+
+def test_a_composite_is_followed_through_its_aten_ops():
+    def forward(s, x):
+        return s.c(torch.addcmul(s.a(x), torch.special.logit(torch.sigmoid(s.b(x))), s.b(x)))
+
+    net = Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(3, 8, 3), c=nn.Conv2d(8, 4, 3))
+    plan, small = check(net, image())
+    assert small.c.in_channels == 4
+
+
+@pytest.mark.parametrize("name", ["cdist", "fft", "cumsum", "sort", "Bilinear"])
+def test_what_mixes_channels_is_left_whole_and_named(name):
+    def forward(s, x):
+        y = torch.tanh(s.a(x))
+        if name == "cdist":
+            y = torch.cdist(y, y)
+        elif name == "fft":
+            y = torch.fft.fft(y).real
+        elif name in ("cumsum", "sort"):
+            y = torch.cumsum(y, -1) if name == "cumsum" else y.sort(-1)[0]
+        else:
+            y = s.bilinear(y, y)
+        return s.c(y)
+
+    net = Net(forward, a=nn.Linear(6, 8), bilinear=nn.Bilinear(8, 8, 8), c=nn.Linear(8, 3))
+    if name == "cdist":
+        net.c = nn.Linear(5, 3)
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    plan, small = check(net, x, shrinks=False)
+    reason = dict(plan.skipped)["a"]
+    assert small.a.out_features == 8
+    assert name.lower() in reason.lower() or "no pattern" in reason, reason
+
+
+def test_multihead_attention_is_left_whole_and_the_layers_around_it_shrink():
+    def forward(s, x):
+        y = s.inp(x)
+        y = y + s.attention(y, y, y)[0]
+        return s.out(torch.relu(s.mid(y)))
+
+    net = Net(forward, inp=nn.Linear(6, 8), attention=nn.MultiheadAttention(8, 2, batch_first=True),
+              mid=nn.Linear(8, 12), out=nn.Linear(12, 3))  # fmt: skip
+    plan, small = check(net, torch.randn(2, 5, 6, dtype=torch.float64))
+    assert small.mid.out_features == 6 and small.inp.out_features == 8
+    assert "multi_head_attention" in dict(plan.skipped)["inp"]
