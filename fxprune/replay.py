@@ -394,8 +394,11 @@ class Replay(Algebra):
         kept = torch.nonzero(self.kept(arrived)).reshape(-1)
         if not torch.equal(arrived[kept].sort()[0], wanted.sort()[0]):
             return False
-        order = kept[_matching(arrived[kept], wanted)]
-        self.order[source.first] = order.reshape(units.shape)
+        order = kept[_matching(arrived[kept], wanted)].reshape(units.shape)
+        row = order // source.shape[-1]
+        if len(source.dims) > 1 and bool((row != row[..., :1]).any()):
+            return False  # a group would read a channel of another
+        self.order[source.first] = order
         self._pinned.add(source.first)
         return True
 
