@@ -11,10 +11,11 @@ passes if
 * the pruned model has the class and the output shapes of the original, which is untouched;
 * at least 0.8 x sparsity of the parameters are gone, or are in layers that ``plan.skipped`` names.
 
-Times are seconds; "forward" is the median of three, "plan" includes the trace. On a busy machine,
-``--cpu-time`` measures seconds of one core instead. googlenet and inception_v3 are built without
-their auxiliary heads, which run in training only; detection runs in float64, for the order of
-boxes hangs on the last digits.
+"groups" are those pruned / frozen, "approx." of the pruned those that some norm counts, "intact"
+means class kept and input untouched. Times are seconds; "forward" is the median of three, "plan"
+includes the trace. On a busy machine, ``--cpu-time`` measures seconds of one core instead.
+googlenet and inception_v3 are built without their auxiliary heads, which run in training only;
+detection runs in float64, for the order of boxes hangs on the last digits.
 """
 
 from __future__ import annotations
@@ -284,24 +285,25 @@ def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
 def table(rows: list[Row]) -> Table:
     result = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     result.add_column("model", no_wrap=True)
-    for heading in ("kept", "pruned/frozen", *STEPS, "error", "approx."):
+    for heading in ("kept", "groups", *STEPS, "error", "approx."):
         result.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("class", "input", "status"):
+    for heading in ("intact", "status"):
         result.add_column(heading, no_wrap=True)
 
     def number(value: float | None, shape: str) -> str:
         return "" if value is None else format(value, shape)
 
-    def flag(value: bool | None, good: str) -> str:
-        return "" if value is None else good if value else "[red]changed[/]"
+    def intact(row: Row) -> str:
+        flags = (row.same_class, row.untouched)
+        return "[red]no[/]" if False in flags else "" if None in flags else "yes"
 
     for row in rows:
         groups = "" if row.pruned is None else f"{row.pruned}/{row.frozen}"
         result.add_row(
             row.model, number(row.kept, ".0%"), groups, number(row.forward, ".2f"),
             number(row.trace, ".2f"), number(row.plan, ".2f"), number(row.apply, ".2f"),
-            number(row.error, ".0e"), number(row.approximate, "d"), flag(row.same_class, "kept"),
-            flag(row.untouched, "same"), "pass" if row.passes else f"[red]{escape(row.status)}[/]",
+            number(row.error, ".0e"), number(row.approximate, "d"), intact(row),
+            "pass" if row.passes else f"[red]{escape(row.status)}[/]",
         )  # fmt: skip
     return result
 

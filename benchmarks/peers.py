@@ -25,9 +25,8 @@ see, with two references that share no code with any of them:
 The number in a cell is the largest absolute difference from the masked network, over the largest
 absolute value of its output; up to 1e-9 is called exact. "wrong at the border" is exact but for the
 outermost pixels; "constant dropped" is not the masked network but exactly the dropped one. A
-percentage is the share of parameters left, where it is not about half. "removes nothing" and
-"refuses" (the pruner raises) leave the network as it was, "crashes" is a pruned network that does
-not run.
+percentage is the share of parameters left, where it is not about half. "refuses" is a pruner that
+raises, "crashes" a pruned network that does not run.
 """
 
 from __future__ import annotations
@@ -288,15 +287,15 @@ def judge(case: Case, pruner: Callable[..., tuple[nn.Module, Removed]]) -> str:
     left = "" if 0.4 <= count(small) / total <= 0.6 else f", keeps {count(small) / total:.0%}"
     if found.shape != wanted.shape:
         return f"wrong shape: {tuple(found.shape)} for {tuple(wanted.shape)}{left}"
-    error = difference(wanted, found)
-    if error <= EXACT:
-        return f"exact ({error:.0e}){left}" if error else f"exact (0){left}"
+    off = difference(wanted, found)
+    if off <= EXACT:
+        return f"exact ({off:.0e}){left}" if off else f"exact (0){left}"
     if without is not None and difference(without, found) <= EXACT:
-        return f"constant dropped ({error:.2g}){left}"
+        return f"constant dropped ({off:.2g}){left}"
     inner = (..., slice(1, -1), slice(1, -1))
     if wanted.dim() == 4 and difference(wanted[inner], found[inner]) <= EXACT:
-        return f"wrong at the border ({error:.2g}){left}"
-    return f"wrong ({error:.2g}){left}"
+        return f"wrong at the border ({off:.2g}){left}"
+    return f"wrong ({off:.2g}){left}"
 
 
 def count(model: nn.Module) -> int:

@@ -170,10 +170,12 @@ class Constants(Algebra):
     def contracted(
         self, call: Call, x: Channels, w: Channels, dims: Sequence[int], border: str
     ) -> None:
+        seen: set[int] = set()
         for dim in dims:
             left, right = x.axis(dim), w.axis(dim)
-            if left is None or right is None:
+            if left is None or right is None or id(right) in seen:
                 continue
+            seen.add(id(right))  # an axis over groups lies on two of the dimensions
             dead = self._is(self._removed, right.units)
             if not dead.any():
                 continue

@@ -395,8 +395,8 @@ class Replay(Algebra):
         if not torch.equal(arrived[kept].sort()[0], wanted.sort()[0]):
             return False
         order = kept[_matching(arrived[kept], wanted)].reshape(units.shape)
-        row = order // source.shape[-1]
-        if len(source.dims) > 1 and bool((row != row[..., :1]).any()):
+        row, before = (o // source.shape[-1] for o in (order, self.order[source.first]))
+        if len(source.dims) > 1 and bool((row != before[..., :1]).any()):
             return False  # a group would read a channel of another
         self.order[source.first] = order
         self._pinned.add(source.first)
