@@ -110,7 +110,7 @@ class Algebra:
         else:
             call.pattern = registry.for_function(args[1] if node.target is getattr else node.target)
         if isinstance(node.target, type):
-            return kwargs  # a container of the model's own: its fields
+            return kwargs or args  # a container of the model's own: its fields
         self.resize(call)
         return map_channels(self.apply(call), _without_sources)
 
@@ -173,7 +173,8 @@ class Algebra:
 
     def elementwise(self, call: Call) -> Channels:
         """Each element of the result depends on the elements it stands over."""
-        return self.meet(call, [self.channels(v) for v in call.inputs], call.replay)
+        values = [self.channels(v) for v in call.inputs]
+        return self.meet(call, values, call.replay if call.is_floating() else None)
 
     def meet(
         self,
@@ -380,9 +381,12 @@ class Algebra:
         ``border`` tells that a constant input does not make a constant output: ``"padding"`` where
         zeros stand around it, ``"pattern"`` where outputs differ by position throughout.
         """
-        xs, _ = place(Channels(x.shape, tuple(x.touching(a for a, _ in pairs))),
-                       {a: i for i, (a, _) in enumerate(pairs)}, len(pairs))  # fmt: skip
-        ws, _ = place(w, {b: i for i, (_, b) in enumerate(pairs)}, len(pairs))
+        sides = []
+        for c, at in ((x, 0), (w, 1)):
+            own = [pair[at] for pair in pairs]
+            read = replace(c, axes=tuple(t for t in c.axes if set(t.dims) <= set(own)))
+            sides.append(place(read, {d: i for i, d in enumerate(own)}, len(pairs))[0])
+        xs, ws = sides
         xs, ws = (replace(c, shape=c.shape[: len(pairs)]) for c in (xs, ws))
         self.meet(call, [xs, ws], None, xs.shape)
         self.contracted(call, xs, ws, range(len(pairs)), border)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from .errors import SettingError
 from .planner import plan
 from .proof import prove
 from .rewrite import apply_with_journal
@@ -38,6 +39,9 @@ def prune(
     Raises:
         PruningError: and nothing has changed.
     """
+    for name, value in {"inplace": inplace, "verify": verify}.items():
+        if not isinstance(value, bool):
+            raise SettingError(f"{name}={value!r} is neither True nor False")
     chosen = plan(
         model,
         example_input,

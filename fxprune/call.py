@@ -80,6 +80,11 @@ class Call:
         known = -torch.Size(view).numel()
         return tuple(size // known if n == -1 else n for n in view)
 
+    def is_floating(self) -> bool:
+        """Whether all tensors of the call hold real numbers: those constants can be followed."""
+        specs = [node.meta.get("spec") for node in [self.node, *self.node.all_input_nodes]]
+        return all(s.dtype.is_floating_point for s in specs if isinstance(s, Spec))
+
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """An argument by position or name; a tensor as :class:`Channels`."""
         if position < len(self.args):

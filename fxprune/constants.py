@@ -225,6 +225,11 @@ class Constants(Algebra):
         zero = _or_nan(axis) == 0
         return replace(axis, constant=torch.where(zero, 0.0, torch.nan).double(), border=False)
 
+    def levelled(self, call: Call, x: Channels, y: Channels, dims: Iterable[int]) -> Channels:
+        before = {id(a.units): a.constant for a in x.axes if not a.border}
+        axes = (replace(a, constant=before.get(id(a.units), a.constant)) for a in y.axes)
+        return replace(y, axes=tuple(axes))
+
     def forget(self, value: Any) -> Any:
         return replace(
             value, axes=tuple(replace(a, constant=None, border=False) for a in value.axes)

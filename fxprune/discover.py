@@ -97,7 +97,7 @@ class Discover(Algebra):
     def run(self) -> None:
         super().run()
         for node, word, line in self.trace.escapes:
-            reason = f"its values leave PyTorch through {word}()"
+            reason = f"its values leave PyTorch through {word}"
             for item in leaves(self.values[node]):
                 for axis in self.channels(item).axes:
                     self.freeze(axis, reason, None, line)
@@ -191,7 +191,8 @@ class Discover(Algebra):
         self.frozen.append(Note(units, reason, name, line))
 
     def approximate(self, axis: Axis, call: Call) -> None:
-        if call.node.graph is not self.trace.graph:  # beneath a call, out of the reference's reach
+        # Beneath a call, or cut over several dimensions: out of the reference's reach.
+        if call.node.graph is not self.trace.graph or len(axis.dims) > 1:
             self.freeze(axis, f"{call.name} counts them", call)
         else:
             self.counted.append(Note(axis.units.reshape(-1), "", call.name, node=call.node))

@@ -175,6 +175,10 @@ def _use_masked_weights(module: nn.Module) -> None:
 
 def check_fits(plan: Any, model: nn.Module) -> None:
     """Raise unless ``model`` has the tensors the plan speaks of, in the same shapes."""
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"{model!r} is not a torch.nn.Module")
+    if any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
+        raise PlanError("the model is on the meta device and has no values; load weights first")
     for axis in plan._relations.sources:
         if axis.name in plan._trace.constants:
             continue

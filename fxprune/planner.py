@@ -250,6 +250,12 @@ class Planner:
 
     def _choose_carriers(self, constants: Constants) -> None:
         """For each layer whose border is at stake, a removed channel that stays, masked."""
+        # A computed weight (weight_norm) cannot be zero, as a carrier's is.
+        no_carrier = np.zeros(len(self.removed), dtype=bool)
+        named = set(self.trace.names.values())
+        for source in self.relations.sources:
+            if source.name not in named and source.role == "out":
+                no_carrier[self.relations.of(source)] = True
         for read in constants.reads:
             if not read.border:
                 continue
@@ -257,6 +263,7 @@ class Planner:
             value = torch.where(read.dead, torch.nan_to_num(read.constant), 0.0).abs()
             rows, row_units = value.reshape(-1, value.shape[-1]), units.reshape(-1, value.shape[-1])
             for row, labels in zip(rows, row_units, strict=True):
+                row = torch.where(torch.from_numpy(no_carrier[labels.numpy()]), 0.0, row)
                 if not bool((row > 0).any()) or self._is_fixed(labels.numpy()):
                     continue
                 carried = torch.from_numpy(self.carriers[labels.numpy()]) & (row > 0)

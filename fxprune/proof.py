@@ -33,8 +33,8 @@ def largest_error(expected: list[Tensor], found: list[Tensor]) -> float:
             same = (a == b) | (a.isnan() & b.isnan())
             difference = torch.where(same, 0.0, (a - b).abs()).max()
             scale = a[a.isfinite()].abs().max() if a.isfinite().any() else a.new_ones(())
-            worst = max(worst, float(difference / max(float(scale), 1e-30)))
-            worst = float("inf") if worst != worst else worst
+            error = float(difference / max(float(scale), 1e-30))
+            worst = max(worst, float("inf") if error != error else error)  # NaN on one side only
     return worst
 
 
@@ -53,6 +53,11 @@ def prove(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> 
         ProofError: they differ by more than rounding, or the pruned model does not run.
     """
     expected = reference(plan, model, small, example_input)
+    if not expected:
+        raise ProofError(
+            f"{type(model).__name__} returns no tensor that could be compared. Return one, or pass "
+            "verify=False to go without a proof."
+        )
     try:
         found = outputs(small, example_input)
     except Exception as error:

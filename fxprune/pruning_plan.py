@@ -137,6 +137,12 @@ class PruningPlan:
         flags = {"removed": self._removed, "silent": self._silent, "carrier": self._carriers}[which]
         return torch.from_numpy(flags[self._relations.of(axis)])
 
+    def __deepcopy__(self, memo: Any) -> PruningPlan:
+        return self  # it is not changed by use, and speaks of its own trace's nodes
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a PruningPlan cannot be pickled; save the pruned model, or plan again")
+
     def __str__(self) -> str:
         return report.table(self)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from . import sizes, tree
@@ -274,6 +275,9 @@ class _Recorder(TorchFunctionMode):
             return self._tensor(value)
         if isinstance(value, (sizes.TracedInt, sizes.TracedFloat)):
             return self._size(value)
+        if isinstance(value, PackedSequence):  # whose constructor takes tensors only
+            parts = tuple(self.argument(part) for part in value)
+            return self._add(self.graph.call_function(type(value), parts), value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {
                 f.name: self.argument(getattr(value, f.name)) for f in dataclasses.fields(value)
@@ -287,6 +291,10 @@ class _Recorder(TorchFunctionMode):
             return range(*(int(n) for n in (value.start, value.stop, value.step)))
         if isinstance(value, int):
             return int(value)
+        # An object of the model's own: its tensors go where no rule can follow.
+        for inside in tree.tensors(value):
+            node = self._tensor(inside)
+            self.escapes.append((node, f"a {type(value).__name__}", _where()))
         return self._constant(value, "object")
 
     def _tensor(self, value: torch.Tensor) -> fx.Node:
@@ -363,6 +371,7 @@ class _Recorder(TorchFunctionMode):
     def is_leaf(self, m: nn.Module) -> bool:
         if id(m) not in self._leaf:
             of_torch = type(m).__module__.startswith("torch.nn.") and not any(m.children())
+            of_torch = of_torch and not isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
             self._leaf[id(m)] = of_torch or for_module(m) is not None
         return self._leaf[id(m)]
 

@@ -217,6 +217,7 @@ class Replay(Algebra):
     def resize(self, call: Call) -> None:
         new = NewSizes(self, call.node)
         if call.pattern is None or call.pattern.resize is None:
+            self._keep_numbers(call)
             return
         for (position, name), needed in call.pattern.resize(call, new).items():
             given = position < len(call.args)
@@ -250,6 +251,17 @@ class Replay(Algebra):
                     order = order[_matching(axis.units[order], after.units)]
                 result.append((d, order))
         return result
+
+    def _keep_numbers(self, call: Call) -> None:
+        """A number that the code computes from a width (``y / y.shape[1]``) stays what it was."""
+        if call.node.graph is not self.trace.graph:
+            return
+        for position, argument in enumerate(call.node.args):
+            old = argument.meta["spec"] if isinstance(argument, fx.Node) else None
+            if isinstance(old, (int, float)) and call.args[position] != old:
+                units = self._units_around(call.node)
+                computed = call.args[position]
+                self.wrong.append(WrongSize(call.node, (position, ""), computed, old, units))
 
     def _units_around(self, node: fx.Node) -> np.ndarray:
         """Units of a call's result and inputs, and of the tensors its sizes are computed from."""
@@ -307,6 +319,8 @@ class Replay(Algebra):
                 views[name] = self.view_shape(value.name)
             elif value is not None:
                 views[name] = value.spec.shape
+        if views and not any(v.name in self._by_name for k in views if (v := self.member(call, k))):
+            return  # its pattern has not spoken of its tensors: they stay whole
         first = call.inputs[0] if call.inputs else None
         shape = first.shape if isinstance(first, Channels) else ()
         found = pattern.attributes(call.module, NewSizes(self, call.node, views, shape))

@@ -85,7 +85,7 @@ def apply(plan: Any, model: nn.Module, *, inplace: bool = False) -> nn.Module:
 
 def apply_with_journal(plan: Any, model: nn.Module, *, inplace: bool) -> tuple[nn.Module, Journal]:
     """The pruned model, and for ``inplace`` the way back."""
-    if is_masked(model):
+    if isinstance(model, nn.Module) and is_masked(model):
         if inplace:
             raise ModelError("a masked model cannot be pruned in place; use inplace=False")
         model = copy_model(model)

@@ -41,7 +41,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         for space in (vars(m), m._parameters, m._buffers, m._modules)
     ]
     # Some models count calls or keep caches in their buffers even in eval mode.
-    buffers = [(b, b._version, b.detach().clone()) for b in model.buffers()]
+    buffers = [(b, _version(b), b.detach().clone()) for b in model.buffers()]
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
@@ -56,8 +56,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 _restore(space, before)
             with torch.no_grad():
                 for buffer, version, values in buffers:
-                    if buffer._version != version:
+                    if version is None or _version(buffer) != version:
                         buffer.copy_(values)
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def _restore(space: dict[str, Any], before: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from numbers import Real
 from typing import Any
 
 from torch import nn
@@ -28,7 +29,7 @@ class Settings:
 def make_settings(sparsity, ignore, chosen, round_to, bias, exact, attention) -> Settings:
     values = sparsity.values() if isinstance(sparsity, Mapping) else [sparsity]
     for value in values:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
+        if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= float(value) < 1:
             raise SettingError(
                 f"sparsity={value!r} is not a fraction in [0, 1): it is the share of units that go"
             )
@@ -37,6 +38,8 @@ def make_settings(sparsity, ignore, chosen, round_to, bias, exact, attention) ->
         raise SettingError(f"round_to={round_to!r} is not a positive integer")
     if bias not in ("propagate", "drop"):
         raise SettingError(f"bias={bias!r} is unknown; use 'propagate' or 'drop'")
+    if not isinstance(exact, bool):
+        raise SettingError(f"exact={exact!r} is neither True nor False")
     if attention not in ("heads", "head_dim"):
         raise SettingError(f"attention={attention!r} is unknown; use 'heads' or 'head_dim'")
     if isinstance(ignore, (str, type, nn.Module)):
@@ -71,6 +74,6 @@ def check_names(model: nn.Module, settings: Settings) -> None:
                 hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
                 shown = key if isinstance(key, (str, type)) else type(key).__name__
                 raise SettingError(
-                    f"{setting}: {shown!r} matches no module of {type(model).__name__}{hint} "
+                    f"{setting}: {shown!r} matches no module of {type(model).__name__}{hint}. "
                     "Names are those of model.named_modules()."
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ def tensors(value: Any, _seen: set[int] | None = None) -> Iterator[torch.Tensor]
 def _children(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return list(value.values())
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         return list(value)
     if isinstance(value, slice):
         return [value.start, value.stop, value.step]

@@ -51,7 +51,8 @@ def activation(a, call):
     nn.FeatureAlphaDropout, kind="same",
 )  # fmt: skip
 def same(a, call):
-    return call.channels()
+    x = call.channels()
+    return x if call.is_floating() else a.forget(x)  # a cast to integers rounds
 
 
 def slope_count(m, new):

@@ -29,6 +29,12 @@ def per_dim(x, index):
     return result + [(None, d, slice(None)) for d in range(dim, len(x.shape))]
 
 
+def is_data(item):
+    """Whether positions come from a tensor or a list, and not from numbers in the code."""
+    parts = (item.start, item.stop, item.step) if isinstance(item, slice) else (item,)
+    return any(isinstance(part, (Channels, Named, list)) for part in parts)
+
+
 def is_full(item):
     return isinstance(item, slice) and item == slice(None)
 
@@ -57,9 +63,21 @@ def new_index(call, new):
     return {(1, "index"): tuple(items) if isinstance(index, tuple) else items[0]}
 
 
+def is_mask(node):
+    spec = node.meta["spec"]
+    return hasattr(spec, "dtype") and spec.dtype in (torch.bool, torch.uint8)
+
+
+def as_tuple(index):
+    return index if isinstance(index, tuple) else (index,)
+
+
 @op("getitem", kind="getitem", resize=new_index)
 def getitem(a, call):
     """Slices and constant indices run on the labels; an index that is data freezes them."""
+    masks = [n for n in call.node.all_input_nodes[1:] if is_mask(n)]
+    if masks or any(isinstance(i, slice) and is_data(i) for i in as_tuple(call.arg(1, "index"))):
+        return a.unknown(call, f"positions that are data are read from it in {call.name}")
     return pick(a, call, call.channels(), call.arg(1, "index"), call.shape)
 
 
@@ -86,10 +104,10 @@ def setitem(a, call):
     x, index, value = call.channels(), call.arg(1, "index"), call.arg(2, "value")
     written = a.channels(value) if isinstance(value, (Channels, Named)) else None
     for _, dim, item in per_dim(x, index):
-        if isinstance(item, (Channels, Named, list)) and x.touching([dim]):
+        if is_data(item) and x.touching([dim]):
             a.freeze_all([x, written], f"positions that are data are written in {call.name}", call)
             return a.forget(x)
-    if any(isinstance(item, (Channels, Named, list)) for _, _, item in per_dim(x, index)):
+    if any(is_data(item) for _, _, item in per_dim(x, index)):
         if written is not None:
             a.freeze_all([x, written], f"positions that are data are written in {call.name}", call)
         return a.forget(x)
