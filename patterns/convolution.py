@@ -6,7 +6,7 @@ from fxprune.patterns.linear import add_bias
 from torch import nn
 
 from fxprune.call import Named
-from fxprune.channels import remap
+from fxprune.channels import Channels, remap
 from fxprune.registry import module, op
 
 
@@ -15,6 +15,10 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border):
     shape = call.shape
     w_shape, old = weight_shape(a, call, weight), weight_spec(a, call, weight)
     kernel = w_shape[2:]
+    if isinstance(weight, Channels):  # computed in the forward, with an axis on every dimension
+        weight = a.freeze_dims(weight, range(2, len(w_shape)), "they are a kernel's", call)
+        for axis in weight.touching([1 if transposed else 0]):
+            a.makes(axis)
     channel = len(x.shape) - len(kernel) - 1
     x = a.freeze_dims(
         x, [d for d in range(len(x.shape)) if d != channel],

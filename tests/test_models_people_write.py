@@ -1,0 +1,137 @@
+"""Kinds of code that broke earlier versions, each under the oracles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
+
+import fxprune
+from fxprune.proof import largest_error
+
+from .oracle import check
+from .test_constructs import Net, image
+
+
+def rows():
+    return torch.randn(3, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", ["where", "masked_fill", "and", "not", "int", "mask index"])
+def test_booleans_and_integers_made_of_activations(name):
+    def forward(s, x):
+        h = s.a(x)
+        if name == "where":
+            h = torch.where(h > 0, h, h * 0.1)
+        elif name == "masked_fill":
+            h = h.masked_fill(h < 0, 0.1)
+        elif name == "and":
+            h = h * ((h > 0) & (h < 1))
+        elif name == "not":
+            h = h * (~(h < 0))
+        elif name == "int":
+            h = (h * 10).int().double()
+        else:
+            h = h.clone()
+            h[h < 0] *= 0.1
+        return s.b(h)
+
+    check(Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 2)), rows(), shrinks=name != "mask index")
+
+
+class Standardized(nn.Conv2d):
+    """A convolution whose weight has no mean: it is computed in the forward."""
+
+    def forward(self, x):
+        w = self.weight
+        return F.conv2d(x, w - w.mean((1, 2, 3), keepdim=True), self.bias)
+
+
+def test_weight_standardisation():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), Standardized(8, 8, 3), nn.Sigmoid(), nn.Conv2d(8, 2, 1))
+    plan, small = check(net, image())
+    assert small[1].weight.shape[0] == 4
+
+
+def test_layer_norm_over_a_stack_is_left_whole():
+    def forward(s, x):
+        return s.o(s.ln(torch.stack([s.a(x), s.g(x)], 1)).flatten(1))
+
+    layers = {"a": nn.Linear(4, 8), "g": nn.Linear(4, 8), "ln": nn.LayerNorm(8)}
+    check(Net(forward, **layers, o=nn.Linear(16, 2)), rows(), shrinks=False)
+
+
+def test_an_empty_sequential_is_an_identity():
+    net = nn.Sequential(nn.Linear(4, 8), nn.Sequential(), nn.Sigmoid(), nn.Linear(8, 2))
+    plan, small = check(net, rows())
+    assert small[0].out_features == 4
+
+
+def test_a_packed_sequence_leaves_the_recurrent_layer_whole():
+    def forward(s, x):
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True)
+        out, _ = nn.utils.rnn.pad_packed_sequence(s.lstm(packed)[0], batch_first=True)
+        return s.b(torch.sigmoid(s.a(out)))
+
+    net = Net(forward, lstm=nn.LSTM(4, 6, batch_first=True), a=nn.Linear(6, 8), b=nn.Linear(8, 2))
+    plan, small = check(net, torch.randn(2, 5, 4, dtype=torch.float64))
+    assert small.a.out_features == 4 and small.lstm.hidden_size == 6
+
+
+def test_a_number_computed_from_a_width_stays_what_it_was():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
+
+        def forward(self, x):
+            y = self.a(x)
+            return self.b(torch.sigmoid(y / y.shape[1]))
+
+    plan, small = check(Scaled(), rows())
+    assert small.a.out_features == 4 and "div(8)" in plan.code[""].source
+
+
+def test_a_constant_passes_through_a_mean_over_positions():
+    def forward(s, x):
+        return s.b(torch.sigmoid(s.a(x)).mean([2, 3]))
+
+    plan, small = check(Net(forward, a=nn.Conv2d(3, 8, 1), b=nn.Linear(8, 2)), image())
+    assert not plan.notes
+
+
+def test_carriers_are_not_asked_of_weights_that_cannot_be_zero():
+    net = nn.Sequential(
+        nn.Conv1d(1, 8, 3, padding=1), nn.Sigmoid(), weight_norm(nn.Conv1d(8, 8, 3, padding=1)),
+        nn.Sigmoid(), nn.Conv1d(8, 4, 3, padding=1),
+    )  # fmt: skip
+    plan, small = check(net, torch.randn(2, 1, 20, dtype=torch.float64), exact=True)
+    assert all(p.isfinite().all() for p in small.parameters())
+
+
+def test_nan_on_one_side_is_not_equal():
+    assert largest_error([torch.ones(3)], [torch.full((3,), torch.nan)]) == float("inf")
+
+
+def test_a_model_that_returns_no_tensor_has_no_proof():
+    net = Net(lambda s, x: None, a=nn.Linear(4, 8))
+    with pytest.raises(fxprune.ProofError, match="returns no tensor"):
+        fxprune.prune(net.double(), rows())
+
+
+def test_outputs_inside_an_object_keep_their_width():
+    class Result:
+        def __init__(self, y):
+            self.y = y
+
+    net = Net(lambda s, x: Result(s.b(s.a(x))), a=nn.Linear(4, 8), b=nn.Linear(8, 2))
+    plan, small = check(net, rows())
+    assert small.b.out_features == 2 and small.a.out_features == 4
+
+
+def test_inference_mode_around_the_call():
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double().eval()
+    with torch.inference_mode():
+        assert fxprune.prune(net, rows())[0].out_features == 4
