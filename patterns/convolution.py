@@ -44,8 +44,10 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border):
         made = remap(w_out, {0: 0, o: 1}, (groups, makes))
         if reads == 1:  # depthwise: a group is one channel with its filters
             taken = remap(parts, {channel: 0}, (groups, 1))
-            met = a.meet(call, [made, taken], None, (groups, makes))
-            made = a.emit(met, (0, 1), None)
+            a.meet(call, [made, taken], None, (groups, makes))
+            # Filters of one channel are told apart by their own labels, in the order they have now.
+            w_out = call.tensor(weight, {"out": tuple(sorted((0, o)))}, view)
+            made = a.emit(remap(w_out, {0: 0, o: 1}, (groups, makes)), (0, 1), None)
         else:
             w_in = call.tensor(weight, {"in": tuple(sorted((0, i)))}, view)
             a.consume(call, parts, w_in, [(channel, 0), (channel + 1, i)], border)
