@@ -25,17 +25,23 @@ def per_channel(a, call, x, names, function, dim=1):
     return a.meet(call, [x, *given.values()], constants, x.shape)
 
 
-def batch(a, call, x, names, eps):
-    if len(x.shape) < 2:
-        x = a.freeze_dims(x, range(len(x.shape)), "batch norm of one sample", call)
-    own = a.freeze_dims(x, [0, *range(2, len(x.shape))], "batch norm averages over them", call)
+def normaliser(eps):
+    """What becomes of a constant map: without running statistics its own mean is taken off."""
 
     def normalise(t, mean=None, var=None, weight=None, bias=None):
         t = torch.zeros_like(t) if mean is None else (t - mean) / torch.sqrt(var + eps)
         t = t if weight is None else t * weight
         return t if bias is None else t + bias
 
-    return per_channel(a, call, own, names, normalise)
+    return normalise
+
+
+def batch(a, call, x, names, eps):
+    if len(x.shape) < 2:
+        x = a.freeze_dims(x, range(len(x.shape)), "batch norm of one sample", call)
+    own = a.freeze_dims(x, [0, *range(2, len(x.shape))], "batch norm averages over them", call)
+
+    return per_channel(a, call, own, names, normaliser(eps))
 
 
 def norm_width(m, new):
@@ -80,12 +86,7 @@ def instances(a, call, x, names, eps, dim=1):
     rest = [d for d in range(len(x.shape)) if d != dim]
     own = a.through_window(a.freeze_dims(x, rest, "instance norm averages over them", call))
 
-    def normalise(t, mean=None, var=None, weight=None, bias=None):
-        t = torch.zeros_like(t) if mean is None else (t - mean) / torch.sqrt(var + eps)
-        t = t if weight is None else t * weight
-        return t if bias is None else t + bias
-
-    return per_channel(a, call, own, names, normalise, dim)
+    return per_channel(a, call, own, names, normaliser(eps), dim)
 
 
 @op("instance_norm", kind="norm")
