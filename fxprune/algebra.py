@@ -391,9 +391,7 @@ class Algebra:
         self.meet(call, [xs, ws], None, xs.shape)
         self.contracted(call, xs, ws, range(len(pairs)), border)
 
-    def reduce(
-        self, call: Call, x: Channels, dims: Iterable[int], keepdim: bool, *, exact: bool = False
-    ) -> Channels:
+    def reduce(self, call: Call, x: Channels, dims: Iterable[int], keepdim: bool) -> Channels:
         """A value over ``dims``: channels there end, what is left of a cut axis is tied."""
         rank = len(x.shape)
         gone = {d % rank for d in dims} if rank else set()
@@ -412,7 +410,7 @@ class Algebra:
             elif over:
                 axes.append(self.tie(call, replace(axis, constant=None), rest))
             else:
-                axes.append(axis if exact else self.reduced(axis))
+                axes.append(self.reduced(axis))
         return remap(Channels(x.shape, tuple(axes)), where, shape)
 
     def freeze_all(self, value: Any, reason: str, call: Call | None) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
 from . import sizes, tree
 from .channels import Channels
@@ -326,8 +326,3 @@ def _nodes(value: Any) -> list[Any]:
     if isinstance(value, (tuple, list)):
         return [n for item in value for n in _nodes(item)]
     return [value]
-
-
-def class_of(module: nn.Module) -> type:
-    """The class that a module was written as, whether or not its forward was rewritten."""
-    return vars(type(module)).get("_fxprune_base", type(module))

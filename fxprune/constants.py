@@ -20,7 +20,6 @@ from .call import Call, Named, Roles
 from .channels import Axis, Channels, SourceAxis
 from .discover import Relations
 from .recorder import Trace
-from .registry import op_name
 from .running import read_attribute
 
 
@@ -154,7 +153,7 @@ class Constants(Algebra):
     def _zero_products(self, call, operands, touched, dims, shape) -> Tensor:
         """Where a factor is zero the product is, whatever the other factor is."""
         zero = torch.zeros(shape, dtype=torch.bool)
-        if op_name(call.node.target) in ("mul", "imul", "rmul"):
+        if call.pattern is not None and call.pattern.product:
             for axes in touched:
                 if len(axes) == 1:
                     zero = zero | (axes[0].over(dims, _or_nan(axes[0])) == 0)

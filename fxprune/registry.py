@@ -34,12 +34,11 @@ class Pattern:
             with the new widths in ``new``, a :class:`fxprune.replay.NewSizes`.
         resize: the arguments that hold sizes, as they have to be after shrinking;
             ``resize(call, new) -> {(position, name): value}``.
-        kept_only: the reference of an approximate rule: the call on full-width inputs, counting
-            kept channels only.
         absorb: name of the buffer that a constant added to the input can be subtracted from.
         bias: where a constant added to the output can go: True for the module's bias beside its
             weight, ``(position, name)`` of the argument for a function.
         refresh: called on a module after its tensors have changed.
+        product: the result is 0 wherever an operand is.
     """
 
     name: str
@@ -47,10 +46,10 @@ class Pattern:
     kind: str = ""
     attributes: Callable[..., dict[str, Any]] | None = None
     resize: Callable[..., Any] | None = None
-    kept_only: Callable[..., Any] | None = None
     absorb: str | None = None
     bias: Any = None
     refresh: Callable[[nn.Module], None] | None = None
+    product: bool = False
     source: str = field(default="", compare=False)
 
 

@@ -18,8 +18,8 @@ ACTIVATION_OPS = (
     "hardtanh", "logsigmoid", "threshold", "rrelu",
 )  # fmt: skip
 ARITHMETIC = (
-    "add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "pow", "neg",
-    "iadd", "isub", "imul", "itruediv", "radd", "rsub", "rmul", "rtruediv", "rdiv", "rpow",
+    "add", "sub", "div", "true_divide", "floor_divide", "remainder", "fmod", "pow", "neg",
+    "iadd", "isub", "itruediv", "radd", "rsub", "rtruediv", "rdiv", "rpow",
     "truediv", "floordiv", "maximum", "minimum", "fmax", "fmin", "abs", "exp", "expm1", "log",
     "log1p", "log2", "log10", "sqrt", "rsqrt", "square", "sin", "cos", "erf", "sign", "floor",
     "ceil", "round", "reciprocal", "clamp", "clip", "clamp_min", "clamp_max", "where",
@@ -35,6 +35,7 @@ SAME = (
 
 
 @op(*ARITHMETIC)
+@op("mul", "imul", "rmul", product=True)
 def elementwise(a, call):
     return a.elementwise(call)
 

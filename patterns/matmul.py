@@ -7,7 +7,7 @@ from fxprune.layout import broadcast_shape
 from fxprune.registry import op
 
 
-@op("matmul", "bmm", "mm", "mv", "dot", "rmatmul", "inner_product")
+@op("matmul", "bmm", "mm", "mv", "dot", "rmatmul")
 def matmul(a, call):
     """(…, n, k) @ (…, k, m): k shares its units and ends."""
     x, y = a.channels(call.inputs[0]), a.channels(call.inputs[1])

@@ -36,7 +36,7 @@ def level(a, call):
     return a.levelled(call, x, y, over(call, 1, x)) if isinstance(y, Channels) else y
 
 
-@op("sum", "nansum", "prod", "any", "all", "count_nonzero", "cumsum_all")
+@op("sum", "nansum", "prod", "any", "all", "count_nonzero")
 def total(a, call):
     return reduce(a, call)
 
