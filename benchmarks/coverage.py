@@ -67,6 +67,7 @@ class Row:
     kind: str
     parameters: int | None = None
     kept: float | None = None
+    halved: float | None = None  # what is left when every hidden width is halved exactly
     pruned: int | None = None
     frozen: int | None = None
     forward: float | None = None
@@ -234,6 +235,7 @@ def _measure(row: Row, model: nn.Module, x: Any, sparsity: float) -> None:
     row.notes = dict(Counter(what for _, what in plan.notes))
     row.apply, small = seconds(lambda: plan.apply(model))
     row.kept = count(small) / row.parameters
+    row.halved = halved(model, plan, sparsity)
     row.same_class = type(small) is type(model)
     row.error = prove(plan, model, small, x)
     after = model.state_dict()
@@ -264,6 +266,19 @@ def _measure(row: Row, model: nn.Module, x: Any, sparsity: float) -> None:
     elif explained < 0.8 * sparsity:
         row.status = "not smaller"
         row.details = f"keeps {row.kept:.0%}; plan.skipped names {skipped / row.parameters:.0%}"
+
+
+def halved(model: nn.Module, plan: fxprune.PruningPlan, sparsity: float) -> float:
+    """Share of the parameters left when every width but those of inputs and outputs shrinks."""
+    given = ("it is an output", "no layer makes")
+    dims = {
+        member for group in plan.groups for member in group.members
+        if not (group.frozen or "").startswith(given)
+    }  # fmt: skip
+    left = 0.0
+    for name, p in model.named_parameters():
+        left += p.numel() * (1 - sparsity) ** sum((name, d) in dims for d in range(p.dim()))
+    return left / count(model)
 
 
 def count(model: nn.Module) -> int:
@@ -311,7 +326,7 @@ def table(rows: list[Row]) -> Table:
 def summary(rows: list[Row], sparsity: float) -> list[str]:
     lines = [f"{sum(r.passes for r in rows)} of {len(rows)} models pass at sparsity {sparsity:g}."]
     wide = [
-        f"{r.model} {r.kept:.0%}" for r in rows
+        f"{r.model} {r.kept:.0%} (all widths at {1 - sparsity:g}: {r.halved:.1%})" for r in rows
         if r.kept is not None and r.kept > WIDE
         and not any(fnmatch.fnmatchcase(r.model, g) for g in TRANSFORMERS)
     ]  # fmt: skip

@@ -246,6 +246,8 @@ class Algebra:
         for axis in x.axes:
             units, constant = run_on(axis, x, function, touched)
             dims = varying(units) or self.narrow_dims(call, units)
+            if not dims and axis.units.numel() == units.numel() == units.dim() == 1:
+                dims = (0,)  # one slice is left, and one dimension it can lie on
             if not dims:
                 if units.numel():
                     one = Axis((0,), units.reshape(-1)[:1])

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from . import sizes, tree
 from .channels import Channels
 from .errors import PruningError
 from .recorder import ModuleCall, Trace
-from .replay import Replay, WrongSize, same_sizes
+from .replay import Replay, WrongOrder, WrongSize, same_sizes
 from .running import read_attribute
 
 
@@ -100,8 +101,13 @@ def expect_answer(answer: Any, recorded: Any, question: str) -> None:
         )
 
 
-def rewrite(trace: Trace, index: int, wrong: list[WrongSize], replay: Replay) -> Code:
-    """New code for the module of call ``index``, which computes the wrong sizes.
+def take(x: Tensor, dim: int, positions: list[int]) -> Tensor:
+    """Slices of ``x`` at ``positions`` along ``dim``: channels in the order the next layer has."""
+    return x.index_select(dim, torch.tensor(positions, device=x.device))
+
+
+def rewrite(trace: Trace, index: int, wrong: list[WrongSize | WrongOrder], replay: Replay) -> Code:
+    """New code for the module of call ``index``, which computes wrong sizes or orders.
 
     Raises:
         CannotRewrite: with the reason.
@@ -115,16 +121,22 @@ def rewrite(trace: Trace, index: int, wrong: list[WrongSize], replay: Replay) ->
 class _Body:
     """The part of a trace that one module's forward has written."""
 
-    def __init__(self, trace: Trace, index: int, wrong: list[WrongSize], replay: Replay) -> None:
+    def __init__(
+        self, trace: Trace, index: int, wrong: list[WrongSize | WrongOrder], replay: Replay
+    ) -> None:
         self.replay = replay
         self.trace = trace
         self.index = index
         self.call = trace.calls[index]
         self.module = read_attribute(trace.model, self.call.path) if self.call.path else trace.model
         self.name = self.call.path or "the model"
-        self.wrong: dict[fx.Node, list[WrongSize]] = {}
-        for size in wrong:
-            self.wrong.setdefault(size.node, []).append(size)
+        self.sizes: dict[fx.Node, list[WrongSize]] = {}
+        self.orders: dict[fx.Node, WrongOrder] = {}
+        for fault in wrong:
+            if isinstance(fault, WrongOrder):
+                self.orders[fault.node] = fault
+            else:
+                self.sizes.setdefault(fault.node, []).append(fault)
         self.graph = fx.Graph()
         self.local: dict[fx.Node, Any] = {}
 
@@ -237,7 +249,7 @@ class _Body:
 
     def _copy(self, node: fx.Node) -> fx.Node:
         args, kwargs = node.args, dict(node.kwargs)
-        for size in self.wrong.get(node, ()):
+        for size in self.sizes.get(node, ()):
             position, name = size.place
             if position < len(args):
                 right = corrected(args[position], size.computed, size.needed)
@@ -254,6 +266,9 @@ class _Body:
                 new.update_arg(flag, training)
             else:
                 new.update_kwarg(flag, training)
+        if node in self.orders:
+            for dim, positions in self.orders[node].takes:
+                new = self.graph.call_function(take, (new, dim, positions.tolist()))
         self.local[node] = new
         return new
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import fusions, groups, importance, kept, slots
+from . import fusions, groups, importance, kept
 from .channels import SourceAxis
 from .check import check_model
 from .code import CannotRewrite, Code, rewrite
@@ -20,10 +20,9 @@ from .errors import PruningWarning
 from .fold import folds
 from .pruning_plan import ChannelGroup, Fusion, PruningPlan
 from .recorder import Trace, record
-from .replay import Mismatch, Replay, WrongSize
+from .replay import Mismatch, Replay, WrongOrder, WrongSize
 from .select import Choice, keep_count
 from .settings import Settings, check_names, make_settings, matches
-from .slots import Slots
 
 _ROUNDS = 50  # of freezing what turned out not to fit; each freezes at least one group
 
@@ -88,7 +87,6 @@ class Planner:
         self.carriers = np.zeros(size, dtype=bool)
         self.attributes: dict[str, Any] = {}
         self.code: dict[str, Code] = {}
-        self.fixed: dict[int, np.ndarray] = {}  # choices that follow the code's own slots
 
     def plan(self) -> PruningPlan:
         self._ask()
@@ -156,12 +154,10 @@ class Planner:
         for group in self.groups:
             self.removed[group.units] = False
             if id(group) in self.scores and group.frozen is None:
-                stays = self.fixed.get(id(group))
-                if stays is None:
-                    choice = self._choice(group)
-                    stays = choice.keep(self.asked[id(group)], self.settings.round_to)
-                    if stays.all():
-                        group.frozen = self._why_nothing_goes(group)
+                choice = self._choice(group)
+                stays = choice.keep(self.asked[id(group)], self.settings.round_to)
+                if stays.all():
+                    group.frozen = self._why_nothing_goes(group)
                 self.removed[group.units] = ~stays
         if self.settings.bias == "drop":
             self.silent = self.removed.copy()
@@ -170,15 +166,14 @@ class Planner:
         if not self._follow_constants():
             return None
         self.orders: dict[int, Tensor] = {}
+        self.straighten: set[torch.fx.Node] = set()
         try:
             replay = self._replay()
         except Mismatch as mismatch:
-            if mismatch.order and self._choose_by_slots(mismatch.units):
-                return None
             self._freeze(mismatch.units, mismatch.reason, mismatch.where, mismatch.line)
             return None
         self.code = {}
-        return replay if not replay.wrong or self._correct(replay) else None
+        return replay if self._correct(replay) else None
 
     def _why_nothing_goes(self, group: groups.Group) -> str:
         width, asked = len(group.units), self.asked[id(group)]
@@ -187,34 +182,6 @@ class Planner:
         if self.settings.round_to > 1:
             return f"no smaller width is a multiple of {self.settings.round_to} in all its parts"
         return "its parts have to lose equally many, and no choice of units does"
-
-    def _choose_by_slots(self, labels: np.ndarray) -> bool:
-        """Choose anew, as many units of each kind as the code has slots for at these widths."""
-        classes = np.unique(self.relations.classes[labels])
-        concerned = [
-            g for g in self.groups
-            if g.frozen is None and np.isin(g.units, classes).any() and id(g) not in self.fixed
-        ]  # fmt: skip
-        if not concerned:
-            return False
-        walk = Slots(
-            self.trace, self.relations, ~self.removed | self.carriers, self.attributes,
-            attention=self.settings.attention,
-        )  # fmt: skip
-        walk.run()
-        wanted, kinds = walk.kinds(), slots.kinds_of_units(self.relations)
-        for group in concerned:
-            if id(group) not in self.scores:
-                continue
-            by_kind: dict[slots.Kind, list[int]] = {}
-            for i, unit in enumerate(group.units):
-                by_kind.setdefault(kinds[int(unit)], []).append(i)
-            counts = [(np.array(members), wanted[kind]) for kind, members in by_kind.items()]
-            stays = self._choice(group).keep_counts(counts)
-            if stays is None:
-                return False
-            self.fixed[id(group)] = stays
-        return True
 
     def _choice(self, group: groups.Group) -> Choice:
         return Choice(group.units, self.scores[id(group)], group.bins, group.covers)
@@ -264,7 +231,7 @@ class Planner:
             rows, row_units = value.reshape(-1, value.shape[-1]), units.reshape(-1, value.shape[-1])
             for row, labels in zip(rows, row_units, strict=True):
                 row = torch.where(torch.from_numpy(no_carrier[labels.numpy()]), 0.0, row)
-                if not bool((row > 0).any()) or self._is_fixed(labels.numpy()):
+                if not bool((row > 0).any()):
                     continue
                 carried = torch.from_numpy(self.carriers[labels.numpy()]) & (row > 0)
                 if not bool(carried.any()):
@@ -274,10 +241,6 @@ class Planner:
                 stays = ~self.removed[group.units] | self.carriers[group.units]
                 full = self._choice(group).complete(stays)
                 self.carriers[group.units] |= full & self.removed[group.units]
-
-    def _is_fixed(self, classes: np.ndarray) -> bool:
-        """Whether the code leaves no room for carriers among these units."""
-        return any(np.isin(g.units, classes).any() for g in self.groups if id(g) in self.fixed)
 
     def _spare_groups_of_carriers(self) -> bool:
         """A group whose every removed unit would have to stay as a carrier is left as it is."""
@@ -290,24 +253,32 @@ class Planner:
         return spared
 
     def _replay(self) -> Replay:
-        """The trace at the chosen widths; producers make channels in the order that fits."""
+        """The trace at the chosen widths, with channels in an order that fits: producers make them
+        so, or the code that moves them (a channel shuffle) has its result put in order."""
         while True:
             replay = Replay(
                 self.trace, self.relations, ~self.removed | self.carriers, self.attributes,
-                self.orders, attention=self.settings.attention,
+                self.orders, self.straighten, attention=self.settings.attention,
             )  # fmt: skip
             try:
                 replay.run()
                 return replay
             except Mismatch as mismatch:
-                if mismatch.reorder is None or mismatch.reorder[0] in self.orders:
+                if mismatch.reorder is not None and mismatch.reorder[0] not in self.orders:
+                    first, order = mismatch.reorder
+                    self.orders[first] = order
+                elif mismatch.misplaced is None or mismatch.misplaced in self.straighten:
                     raise
-                first, order = mismatch.reorder
-                self.orders[first] = order
+                else:  # with whatever else this line of the code puts in an order of its own
+                    line = mismatch.misplaced.meta.get("where")
+                    self.straighten |= {
+                        node for node in self.trace.graph.nodes
+                        if node is mismatch.misplaced or (line and node.meta.get("where") == line)
+                    }  # fmt: skip
 
     def _correct(self, replay: Replay) -> bool:
-        """Sizes that the code would compute wrongly: set the attributes that they are, or write
-        the code anew, or freeze. True where the plan stands with that."""
+        """What the code would compute wrongly: set the attributes that a size is, or write the
+        code anew, or freeze. True where the plan stands with that."""
         proposals: dict[str, Any] = {}
         clash: set[str] = set()
         for wrong in replay.wrong:
@@ -318,26 +289,27 @@ class Planner:
         if fresh:
             self.attributes.update(fresh)
             return False
-        by_call: dict[int, list[WrongSize]] = {}
-        for wrong in replay.wrong:
+        by_call: dict[int, list[WrongSize | WrongOrder]] = {}
+        for wrong in [*replay.wrong, *replay.misplaced]:
             by_call.setdefault(wrong.node.meta["call"], []).append(wrong)
         stands = True
-        for index, sizes in by_call.items():
+        for index, faults in by_call.items():
             try:
-                self.code[self.trace.calls[index].path] = rewrite(self.trace, index, sizes, replay)
+                self.code[self.trace.calls[index].path] = rewrite(self.trace, index, faults, replay)
             except CannotRewrite as error:
                 stands = False
-                self._freeze_size(sizes[0], str(error))
+                self._freeze_fault(faults[0], str(error))
         if not stands:
             self.attributes.clear()
         return stands
 
-    def _freeze_size(self, wrong: WrongSize, why: str) -> None:
+    def _freeze_fault(self, wrong: WrongSize | WrongOrder, why: str) -> None:
         line = wrong.node.meta.get("where", "")
-        reason = (
-            f"the code computes {shown(wrong.computed)} where it has to be {shown(wrong.needed)}, "
-            f"and {why}"
-        )
+        if isinstance(wrong, WrongSize):
+            computed, needed = shown(wrong.computed), shown(wrong.needed)
+            reason = f"the code computes {computed} where it has to be {needed}, and {why}"
+        else:
+            reason = f"the code would put what is left of them in another order, and {why}"
         place = line.rpartition("/")[2] or str(wrong.node)
         self._freeze(wrong.units, reason, place, line, must=False)
 

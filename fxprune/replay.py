@@ -8,7 +8,8 @@ code has to compute, and those that it will compute, come out.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,8 @@ _MANY = 2**31  # more than there are labels: two of them make one number
 class Mismatch(Exception):
     """The channels that were chosen do not fit together; ``units`` have to stay.
 
-    ``order`` tells that others, as many, might fit; ``reorder`` is a producer, by its first label,
-    whose channels would fit if it made them in another order, and that order.
+    ``reorder`` is a producer, by its first label, whose channels would fit if it made them in
+    another order, and that order; ``misplaced`` a node whose code puts them in an order of its own.
     """
 
     def __init__(
@@ -39,12 +40,12 @@ class Mismatch(Exception):
         reason: str,
         call: Call | None,
         *,
-        order: bool = False,
         reorder: tuple[int, Tensor] | None = None,
+        misplaced: fx.Node | None = None,
     ) -> None:
         super().__init__(reason)
-        self.order = order
         self.reorder = reorder
+        self.misplaced = misplaced
         self.units = units.reshape(-1).numpy()
         self.reason = reason
         self.where = call.name if call else ""
@@ -59,6 +60,18 @@ class WrongSize:
     place: tuple[int, str]
     computed: Any
     needed: Any
+    units: np.ndarray
+
+
+@dataclass
+class WrongOrder:
+    """A value whose channels the code puts in another order than that of the model as it is.
+
+    ``takes`` holds for each such dimension the position that each slice has to be taken from.
+    """
+
+    node: fx.Node
+    takes: list[tuple[int, Tensor]]
     units: np.ndarray
 
 
@@ -102,6 +115,7 @@ class Replay(Algebra):
     kept: for each unit class, whether it stays.
     attributes: module attributes that will be set, with the values they will have.
     orders: kept positions of producers, by first label, that are not to be ascending.
+    straighten: nodes whose channels are to be put in the order of the model as it is.
     """
 
     def __init__(
@@ -111,14 +125,17 @@ class Replay(Algebra):
         kept: np.ndarray,
         attributes: dict[str, Any] | None = None,
         orders: dict[int, Tensor] | None = None,
+        straighten: Container[fx.Node] = (),
         *,
         attention: str = "heads",
     ) -> None:
         super().__init__(trace, attention=attention)
         self._orders = orders or {}
+        self._straighten = straighten
         self.before = relations.values
         self.attributes = attributes or {}
         self.wrong: list[WrongSize] = []
+        self.misplaced: list[WrongOrder] = []
         self.indices: dict[str, Tensor] = {}  # index buffers, rewritten
         self.order: dict[int, Tensor] = {}  # label of an axis -> kept positions in it, in order
         self.module_sizes: dict[str, dict[str, Any]] = {}
@@ -136,10 +153,6 @@ class Replay(Algebra):
             self.order[s.first] = self._compress(torch.arange(s.size).reshape(s.shape), s.labels())
         self.order |= self._orders
         self._relations = relations
-        self._start()
-
-    def _start(self) -> None:
-        """For what a subclass keeps beside the orders."""
 
     def kept(self, units: Tensor) -> Tensor:
         return self._kept[self._classes[units]]
@@ -303,7 +316,53 @@ class Replay(Algebra):
             self.calls[call.node] = (call.args, call.kwargs)
         result = super().apply(call)
         self._module_sizes(call)
-        return result
+        return self._straightened(call, result) if call.node in self._straighten else result
+
+    def _straightened(self, call: Call, result: Channels) -> Channels:
+        takes = self._out_of_order(call.node, result)
+        if not takes:
+            return result
+        self.misplaced.append(WrongOrder(call.node, takes, self._units_around(call.node)))
+        new = dict(takes)
+        axes = [
+            replace(a, units=a.units[new[a.dims[0]]], source=None) if a.dims[0] in new else a
+            for a in result.axes
+        ]
+        return replace(result, axes=tuple(axes))
+
+    def _out_of_order(self, node: fx.Node, after: Any) -> list[tuple[int, Tensor]]:
+        """Dimensions of a value along which the same channels stand in another order than in the
+        model as it is, with the position of each that would come first, second and so on."""
+        return [
+            (axis.dims[0], _matching(now, wanted))
+            for axis, now, wanted in self._differing(self.before.get(node), after)
+            if len(axis.dims) == 1 and torch.equal(now.sort()[0], wanted.sort()[0])
+        ]
+
+    def _differing(self, before: Any, after: Any) -> Iterator[tuple[Axis, Tensor, Tensor]]:
+        """(axis, units now, units that the model as it is would have left) where these differ."""
+        if isinstance(before, tuple):
+            for old, new in zip(before, after, strict=True):
+                yield from self._differing(old, new)
+        elif isinstance(before, Channels) and isinstance(after, Channels):
+            for axis in before.axes:
+                now = after.axis(axis.dims[0])
+                wanted = self._compress(axis.units, axis.units)
+                if now is not None and now.dims == axis.dims and not torch.equal(now.units, wanted):
+                    yield axis, now.units, wanted
+
+    def _first_misplaced(self, node: fx.Node) -> fx.Node | None:
+        """The call before ``node`` that puts channels in an order of its own."""
+        for source in node.all_input_nodes:
+            after = self.values.get(source)
+            if not any(self._differing(self.before.get(source), after)):
+                continue
+            found = self._first_misplaced(source)
+            if found is None and source.op != "get_attr" and self._out_of_order(source, after):
+                found = source
+            if found is not None:
+                return found
+        return None
 
     def _module_sizes(self, call: Call) -> None:
         """New attributes of a leaf module, which all its calls have to agree on."""
@@ -357,9 +416,9 @@ class Replay(Algebra):
             torch.cat([a.units.reshape(-1), b.units.reshape(-1)]),
             "channels that meet would stand in different orders",
             call,
-            order=True,
             reorder=self._reorder(a.units, b.units, call, 0)
             or self._reorder(b.units, a.units, call, 1),
+            misplaced=self._first_misplaced(call.node),
         )
 
     def _met(self, call: Call) -> tuple[np.ndarray, np.ndarray]:

@@ -38,11 +38,6 @@ class Choice:
             kept[part.members] = part.keep(sparsity, round_to)
         return kept
 
-    def keep_counts(self, counts: Sequence[tuple[np.ndarray, int]]) -> np.ndarray | None:
-        """The best balanced choice that keeps so many of each set of units; None if none does."""
-        everything = self._part(np.arange(len(self.units)), list(self.bins))
-        return everything.keep_counts(counts)
-
     def complete(self, kept: np.ndarray) -> np.ndarray:
         """The smallest balanced superset of the units in ``kept``."""
         result = kept.copy()
@@ -141,18 +136,13 @@ class _Part:
             kept = self._solve(-np.ones(len(self.units)) + 1e-3 * gain, goal, lengths)
         return np.ones(len(self.units), dtype=bool) if kept is None else kept
 
-    def keep_counts(self, counts: Sequence[tuple[np.ndarray, int]]) -> np.ndarray | None:
-        order = np.argsort(np.argsort(self.scores, kind="stable"), kind="stable")
-        lengths = [rows.shape[1] for rows in self.bins]
-        return self._solve(1.0 + order / len(order), [0] * len(lengths), lengths, counts=counts)
-
     def complete(self, kept: np.ndarray) -> np.ndarray:
         lengths = [rows.shape[1] for rows in self.bins]
         cost = -np.ones(len(self.units))
         result = self._solve(cost, [1] * len(lengths), lengths, forced=kept)
         return np.ones(len(self.units), dtype=bool) if result is None else result
 
-    def _solve(self, gain, low, high, forced=None, counts=()) -> np.ndarray | None:
+    def _solve(self, gain, low, high, forced=None) -> np.ndarray | None:
         """Units that gain most, with each bin's row totals equal, from ``low`` to ``high``."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -161,9 +151,6 @@ class _Part:
         for slices, constant, b in self._rows():
             matrix.append(np.concatenate([slices, -(np.arange(m) == b).astype(float)]))
             fixed.append(-float(constant))
-        for members, count in counts:
-            matrix.append(np.isin(np.arange(n + m), members).astype(float))
-            fixed.append(float(count))
         constraints = [LinearConstraint(np.array(matrix), fixed, fixed)]
         if self.covers:
             cover = np.array(

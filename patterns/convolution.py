@@ -24,16 +24,17 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border):
         x, [d for d in range(len(x.shape)) if d != channel],
         "a convolution slides over them or they are its batch", call,
     )  # fmt: skip
-    if groups > 1 and 1 in (old[0] // groups, old[1]):
-        groups = w_shape[0] // (old[0] // groups)  # groups go as a whole
-    reads, makes = w_shape[1], w_shape[0] // groups
-    if transposed:
-        reads, makes = makes, reads
-    first, second = (reads, makes) if transposed else (makes, reads)
+    # What kind of convolution it is, the model as it is tells: a group may be left with one channel.
+    grouped, before = groups > 1, (old[0] // groups, old[1])
+    if grouped and 1 in before:
+        groups = w_shape[0] // before[0]  # groups go as a whole
+    first, second = w_shape[0] // groups, w_shape[1]
+    reads, makes = (first, second) if transposed else (second, first)
+    reads_one, makes_one = (n == 1 for n in (before if transposed else before[::-1]))
     view = (groups, first, second, *kernel)
     i, o = (1, 2) if transposed else (2, 1)
     parts = a.view(call, x, (*x.shape[:channel], groups, reads, *x.shape[channel + 1 :]))
-    if groups == 1:
+    if not grouped:
         flat = (first, second, *kernel)
         w_in = call.tensor(weight, {"in": (i - 1,)}, flat)
         w_out = call.tensor(weight, {"out": (o - 1,)}, flat)
@@ -42,7 +43,7 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border):
     else:
         w_out = call.tensor(weight, {"out": tuple(sorted((0, o)))}, view)
         made = remap(w_out, {0: 0, o: 1}, (groups, makes))
-        if reads == 1:  # depthwise: a group is one channel with its filters
+        if reads_one:  # depthwise: a group is one channel with its filters
             taken = remap(parts, {channel: 0}, (groups, 1))
             a.meet(call, [made, taken], None, (groups, makes))
             # Filters of one channel are told apart by their own labels, in the order they have now.
@@ -51,7 +52,7 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border):
         else:
             w_in = call.tensor(weight, {"in": tuple(sorted((0, i)))}, view)
             a.consume(call, parts, w_in, [(channel, 0), (channel + 1, i)], border)
-            if makes == 1:  # a group goes with its one filter
+            if makes_one:  # a group goes with its one filter
                 taken = remap(parts, {channel: 0, channel + 1: 1}, (groups, reads))
                 a.meet(call, [made, taken], None, (groups, reads))
             else:

@@ -120,6 +120,27 @@ def test_07_shufflenet_unit(depth):
     assert small[0].out_channels == 8
 
 
+class ShuffleDown(nn.Module):
+    """The strided unit: both branches read every channel, and their results are shuffled."""
+
+    def __init__(self, a, c):
+        super().__init__()
+        self.left = nn.Sequential(nn.Conv2d(a, c // 2, 1), nn.BatchNorm2d(c // 2), nn.ReLU())
+        self.right = nn.Sequential(nn.Conv2d(a, c // 2, 1), nn.BatchNorm2d(c // 2), nn.ReLU())
+
+    def forward(self, x):
+        return shuffle_by_view(torch.cat((self.left(x), self.right(x)), 1), 2)
+
+
+@pytest.mark.parametrize("depth", [3, 5])
+def test_07_shuffles_that_scatter_what_is_left_are_put_in_order(depth):
+    net = nn.Sequential(ShuffleDown(3, 12), *[ShuffleUnit(12) for _ in range(depth)],
+                        nn.Conv2d(12, 4, 1))  # fmt: skip
+    plan, small = check(net, image())
+    assert small[0].left[0].out_channels == small[0].right[0].out_channels == 3
+    assert any("take" in code.source for code in plan.code.values())
+
+
 def test_08_pixel_shuffle_unit_is_r_squared_filters():
     def forward(s, x):
         return s.b(F.softplus(F.pixel_shuffle(s.a(x), 2)))
@@ -386,6 +407,25 @@ def test_33_grouped_convolutions(kind):
     )
     plan, small = check(net, image())
     assert small[2].out_channels == middle.out_channels // 2 and small[0].out_channels == 4
+
+
+@pytest.mark.parametrize("middle", [
+    nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(4, 8, 3, groups=2), nn.Conv2d(4, 2, 1, groups=2),
+    nn.ConvTranspose2d(4, 4, 2, groups=2),
+], ids=str)  # fmt: skip
+def test_33_a_group_is_left_with_one_channel(middle):
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid(), middle, nn.Sigmoid(),
+                        nn.Conv2d(middle.out_channels, 4, 1))  # fmt: skip
+    _, small = check(net, image())
+    assert small[0].out_channels == 2
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_33_one_depthwise_channel_is_left(kind):
+    middle = kind(2, 4, 3, groups=2, padding=1)
+    net = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Sigmoid(), middle, nn.Sigmoid(), nn.Conv2d(4, 4, 1))
+    _, small = check(net, image())
+    assert small[0].out_channels == small[2].groups == 1
 
 
 def test_33_each_group_loses_its_own_lowest():
