@@ -206,7 +206,7 @@ class Algebra:
                 else:
                     laid.append(Axis(dims, axis.over(dims).expand(sizes)))
         # A parameter's own axis follows the order of what it meets.
-        laid.sort(key=lambda axis: axis.source is not None)
+        laid.sort(key=lambda axis: (axis.blank, axis.source is not None))
         first = laid[0]
         for other in laid[1:]:
             self.join(first, other, call)
@@ -464,6 +464,11 @@ class Algebra:
 
     def resize(self, call: Call) -> None:
         """Give the call the arguments of this pass's widths."""
+
+    def blank(self, call: Call, value: float | None) -> Channels:
+        """A result that the call fills with one value (None: not known): its widths are free, and
+        follow what it meets."""
+        return self.rigid_result(call)
 
     def source(self, value: Named, roles: Roles, view: tuple[int, ...] | None) -> Channels:
         raise NotImplementedError

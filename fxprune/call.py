@@ -91,6 +91,12 @@ class Call:
             return self.args[position]
         return self.kwargs.get(name, default)
 
+    def recorded(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument as it was when the run was recorded; tensors as their specs."""
+        node = self.node
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
+        return fx.node.map_arg(value, lambda n: n.meta["spec"])
+
     def channels(self, position: int = 0, name: str = "input") -> Channels:
         """A tensor argument, with the default axes where it is a parameter used bare."""
         return self.algebra.channels(self.arg(position, name))

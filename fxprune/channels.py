@@ -51,6 +51,7 @@ class Axis:
 
     ``constant`` holds what each slice contains when its unit is removed by a mask, NaN where that
     is not one number; ``border`` tells that zeros stand around it (it went through zero padding).
+    ``blank`` tells that all slices are alike: they go in any order with those they meet.
     """
 
     dims: tuple[int, ...]
@@ -58,6 +59,7 @@ class Axis:
     constant: Tensor | None = None
     border: bool = False
     source: SourceAxis | None = None
+    blank: bool = False
 
     def over(self, dims: Iterable[int], array: Tensor | None = None) -> Tensor:
         """``units`` (or ``array``) over ``dims``, of size 1 where the axis has no such one."""

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, fx
 
 from . import sizes, tree
-from .channels import Channels
 from .errors import PruningError
+from .faults import Fault, WrongOrder, WrongSize
 from .recorder import ModuleCall, Trace
-from .replay import Replay, WrongOrder, WrongSize, same_sizes
+from .replay import Replay, same_sizes
 from .running import read_attribute
 
 
@@ -101,13 +101,18 @@ def expect_answer(answer: Any, recorded: Any, question: str) -> None:
         )
 
 
+def _keys(arguments: Any) -> tuple[Any, ...]:
+    """The names of keyword arguments, the places of positional ones."""
+    return tuple(arguments) if isinstance(arguments, dict) else tuple(range(len(arguments)))
+
+
 def take(x: Tensor, dim: int, positions: list[int]) -> Tensor:
     """Slices of ``x`` at ``positions`` along ``dim``: channels in the order the next layer has."""
     return x.index_select(dim, torch.tensor(positions, device=x.device))
 
 
-def rewrite(trace: Trace, index: int, wrong: list[WrongSize | WrongOrder], replay: Replay) -> Code:
-    """New code for the module of call ``index``, which computes wrong sizes or orders.
+def rewrite(trace: Trace, index: int, faults: list[Fault], replay: Replay) -> Code:
+    """New code for the module of call ``index``, whose own has faults.
 
     Raises:
         CannotRewrite: with the reason.
@@ -115,15 +120,13 @@ def rewrite(trace: Trace, index: int, wrong: list[WrongSize | WrongOrder], repla
     path = trace.calls[index].path
     if sum(call.path == path for call in trace.calls) > 1:
         raise CannotRewrite(f"{path or 'the model'} runs more than once")
-    return Code.of(_Body(trace, index, wrong, replay).build())
+    return Code.of(_Body(trace, index, faults, replay).build())
 
 
 class _Body:
     """The part of a trace that one module's forward has written."""
 
-    def __init__(
-        self, trace: Trace, index: int, wrong: list[WrongSize | WrongOrder], replay: Replay
-    ) -> None:
+    def __init__(self, trace: Trace, index: int, faults: list[Fault], replay: Replay) -> None:
         self.replay = replay
         self.trace = trace
         self.index = index
@@ -132,10 +135,10 @@ class _Body:
         self.name = self.call.path or "the model"
         self.sizes: dict[fx.Node, list[WrongSize]] = {}
         self.orders: dict[fx.Node, WrongOrder] = {}
-        for fault in wrong:
+        for fault in faults:
             if isinstance(fault, WrongOrder):
                 self.orders[fault.node] = fault
-            else:
+            elif isinstance(fault, WrongSize):
                 self.sizes.setdefault(fault.node, []).append(fault)
         self.graph = fx.Graph()
         self.local: dict[fx.Node, Any] = {}
@@ -180,40 +183,42 @@ class _Body:
         parameters = inspect.signature(self.module.forward).parameters
         bound = inspect.signature(self.module.forward).bind(*self.call.args, **self.call.kwargs)
         bound.apply_defaults()
-        for name, value in bound.arguments.items():
-            if parameters[name].kind in (
-                inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD,
-            ):  # fmt: skip
-                raise CannotRewrite(f"{self.name} takes any number of arguments")
-            default = parameters[name].default
+        variable: dict[Any, str] = {
+            inspect.Parameter.VAR_POSITIONAL: "*",
+            inspect.Parameter.VAR_KEYWORD: "**",
+        }
+        for name, parameter in parameters.items():
+            default = parameter.default
             default = () if default is inspect.Parameter.empty else (default,)
-            node = self.graph.placeholder(name, None, *default)
+            star = variable.get(parameter.kind, "")
+            node = self.graph.placeholder(f"{star}{name}", None, *default)
+            value = bound.arguments.get(name, {} if star == "**" else ())
             self._bind(value, node)
-            if isinstance(value, (bool, int, float, str, type(None))):
-                self.graph.call_function(expect_argument, (node, value, name))
+            if star:
+                keys = tuple(value) if star == "**" else tuple(range(len(value)))
+                given = self.graph.call_function(_keys, (node,))
+                self.graph.call_function(expect_argument, (given, keys, name))
+                for key in keys:
+                    item = self.graph.call_function(operator.getitem, (node, key))
+                    self._expect(value[key], item, str(key))
+            else:
+                self._expect(value, node, name)
+
+    def _expect(self, value: Any, node: fx.Node, name: str) -> None:
+        """An argument that is no tensor has to be what it was: the code went its way."""
+        if isinstance(value, (bool, int, float, str, type(None))):
+            self.graph.call_function(expect_argument, (node, value, name))
 
     def _questions(self) -> None:
         """What the code asked of sizes has to have the same answer; where the new widths give
         another one, the code's way is the one that was recorded."""
-        asked = set()
-        for function, operands, answer in self.call.questions:
-            key = (function, *map(sizes.expression, operands))
-            if key in asked or function(*map(self._at_new_widths, operands)) != answer:
-                continue
-            asked.add(key)
-            value = self.graph.call_function(function, tuple(map(self._number, operands)))
-            words = f"{function.__name__}({', '.join(str(sizes.plain(o)) for o in operands)})"
-            self.graph.call_function(expect_answer, (value, answer, words))
-
-    def _at_new_widths(self, number: Any) -> Any:
-        origin = getattr(number, "origin", None)
-        if isinstance(origin, sizes.Dimension):
-            value = self.replay.values[origin.source]
-            shape = value.shape if isinstance(value, Channels) else value.spec.shape
-            return shape[origin.dim]
-        if isinstance(origin, sizes.Operation):
-            return origin.function(*map(self._at_new_widths, origin.operands))
-        return sizes.plain(number)
+        for question in {q.key: q for q in self.call.questions}.values():
+            if question.function(*map(self.replay.at_new_widths, question.operands)) == (
+                question.answer
+            ):
+                operands = tuple(map(self._number, question.operands))
+                value = self.graph.call_function(question.function, operands)
+                self.graph.call_function(expect_answer, (value, question.answer, str(question)))
 
     def _number(self, number: Any) -> Any:
         """The new code's expression for a traced number."""

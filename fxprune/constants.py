@@ -61,6 +61,7 @@ class Constants(Algebra):
         super().__init__(trace, attention=attention)
         self._sources = {(s.name, s.view, s.dims): s for s in relations.sources}
         self._makers = {s.name: s for s in relations.sources if s.role == "out"}
+        self._before = relations.values
         self._classes = torch.from_numpy(relations.classes)
         self._removed = torch.from_numpy(removed)
         self._silent = torch.from_numpy(silent)
@@ -92,6 +93,15 @@ class Constants(Algebra):
                 units = axis.labels()
                 axes.append(Axis(dims, units, self._born(axis, units), source=axis))
         return Channels(view, tuple(axes), self._one(value))
+
+    def blank(self, call: Call, value: float | None) -> Channels:
+        known = self._before[call.node]
+        if value is None:
+            return known
+        return replace(known, axes=tuple(
+            replace(a, constant=torch.full(a.units.shape, float(value), dtype=torch.float64))
+            for a in known.axes
+        ))  # fmt: skip
 
     def _one(self, value: Named) -> float | None:
         if torch.Size(value.spec.shape).numel() != 1 or not value.spec.dtype.is_floating_point:

@@ -131,16 +131,28 @@ class Discover(Algebra):
             axes.append(result)
         return Channels(view, tuple(axes))
 
+    def blank(self, call: Call, value: float | None) -> Channels:
+        axes = []
+        for d, n in enumerate(call.shape):
+            if n > 1 and call.spec.dtype.is_floating_point:
+                axes.append(Axis((d,), torch.arange(self._next, self._next + n), blank=True))
+                self._next += n
+        return Channels(call.shape, tuple(axes))
+
     def distinguish(self, x: Channels) -> None:
         self.parts += [axis.units for axis in x.axes]
 
     def makes(self, axis: Axis) -> None:
-        starts = np.array([s.first for s in self.sources] or [0])
-        for i in np.unique(
-            np.searchsorted(starts, axis.units.reshape(-1).numpy(), side="right") - 1
-        ):
+        for i in np.unique(self._owners(axis.units.reshape(-1).numpy())):
             if i >= 0 and self.sources[i].role.startswith("bare"):
                 self._set_role(int(i), "out")
+
+    def _owners(self, labels: np.ndarray) -> np.ndarray:
+        """Index of the parameter axis that each label belongs to, -1 for those of no parameter."""
+        starts = np.array([s.first for s in self.sources], dtype=np.int64)
+        ends = starts + np.array([s.size for s in self.sources], dtype=np.int64)
+        index = np.searchsorted(starts, labels, side="right") - 1
+        return np.where((index >= 0) & (labels < np.append(ends, 0)[index]), index, -1)
 
     def _set_role(self, index: int, role: str) -> None:
         old = self.sources[index]
@@ -254,7 +266,10 @@ class Discover(Algebra):
         frozen = np.zeros(int(classes.max()) + 1, dtype=bool)
         frozen[classes[np.maximum(left[~real], right[~real])]] = True
         frozen[classes[FROZEN]] = True
-        return classes, frozen
+        owned = np.zeros(len(frozen), dtype=bool)  # what no parameter has a part in stays
+        for s in self.sources:
+            owned[classes[s.first : s.first + s.size]] = True
+        return classes, frozen | ~owned
 
     def _components(self, natural: np.ndarray, classes: np.ndarray, bins: list[Bin]) -> np.ndarray:
         """Group of each natural class: classes made by one producer, or balanced with each other.
@@ -301,7 +316,6 @@ class Discover(Algebra):
         call that couples slices of two of them. Its connected components are the groups."""
         graph: nx.Graph = nx.Graph()
         group_of = components[natural]  # by label
-        starts = np.array([s.first for s in self.sources] or [0])
         homes: dict[int, tuple[int, int]] = {}  # a node for each class
         for i, source in enumerate(self.sources):
             for group in np.unique(group_of[source.first : source.first + source.size]):
@@ -309,12 +323,11 @@ class Discover(Algebra):
                 graph.add_node(node, name=source.name, dims=source.dims, role=source.role)
             for unit in np.unique(natural[source.first : source.first + source.size]):
                 homes.setdefault(int(unit) + 1, (i, int(components[unit])))
-        count = len(starts) + 1
+        count = len(self.sources) + 1
         for left, right, call in self._couplings:
-            real = (left != FROZEN) & (right != FROZEN)
-            here, there = (
-                np.searchsorted(starts, side[real], side="right") - 1 for side in (left, right)
-            )
+            ends = [self._owners(side) for side in (left, right)]
+            real = (ends[0] >= 0) & (ends[1] >= 0)
+            here, there = (end[real] for end in ends)
             # One number for (group, axis, axis): sorting numbers is much faster than rows.
             keys = np.unique((group_of[left[real]].astype(np.int64) * count + here) * count + there)
             for group, a, b in zip(

@@ -17,10 +17,11 @@ from .code import CannotRewrite, Code, rewrite
 from .constants import Constants
 from .discover import Discover, Relations
 from .errors import PruningWarning
+from .faults import Fault
 from .fold import folds
 from .pruning_plan import ChannelGroup, Fusion, PruningPlan
 from .recorder import Trace, record
-from .replay import Mismatch, Replay, WrongOrder, WrongSize
+from .replay import Mismatch, Replay
 from .select import Choice, keep_count
 from .settings import Settings, check_names, make_settings, matches
 
@@ -86,6 +87,7 @@ class Planner:
         self.silent = np.zeros(size, dtype=bool)
         self.carriers = np.zeros(size, dtype=bool)
         self.attributes: dict[str, Any] = {}
+        self.set_for: dict[str, list[np.ndarray]] = {}  # units that an attribute was set for
         self.code: dict[str, Code] = {}
 
     def plan(self) -> PruningPlan:
@@ -277,21 +279,13 @@ class Planner:
                     }  # fmt: skip
 
     def _correct(self, replay: Replay) -> bool:
-        """What the code would compute wrongly: set the attributes that a size is, or write the
-        code anew, or freeze. True where the plan stands with that."""
-        proposals: dict[str, Any] = {}
-        clash: set[str] = set()
-        for wrong in replay.wrong:
-            for name, value in attribute_values(wrong):
-                if proposals.setdefault(name, value) != value or name in self.attributes:
-                    clash.add(name)
-        fresh = {k: v for k, v in proposals.items() if k not in clash}
-        if fresh:
-            self.attributes.update(fresh)
+        """What the code would do wrongly: set the attributes that a number is, or write the code
+        anew, or freeze. True where the plan stands with that."""
+        if self._set_attributes(replay):
             return False
-        by_call: dict[int, list[WrongSize | WrongOrder]] = {}
-        for wrong in [*replay.wrong, *replay.misplaced]:
-            by_call.setdefault(wrong.node.meta["call"], []).append(wrong)
+        by_call: dict[int, list[Fault]] = {}
+        for fault in replay.faults:
+            by_call.setdefault(fault.call, []).append(fault)
         stands = True
         for index, faults in by_call.items():
             try:
@@ -303,26 +297,40 @@ class Planner:
             self.attributes.clear()
         return stands
 
-    def _freeze_fault(self, wrong: WrongSize | WrongOrder, why: str) -> None:
-        line = wrong.node.meta.get("where", "")
-        if isinstance(wrong, WrongSize):
-            computed, needed = shown(wrong.computed), shown(wrong.needed)
-            reason = f"the code computes {computed} where it has to be {needed}, and {why}"
-        else:
-            reason = f"the code would put what is left of them in another order, and {why}"
-        place = line.rpartition("/")[2] or str(wrong.node)
-        self._freeze(wrong.units, reason, place, line, must=False)
+    def _set_attributes(self, replay: Replay) -> bool:
+        """Whether some attribute is to have a new value, on which all its uses agree so far."""
+        wanted: dict[tuple[str, int | None], set[Any]] = {}
+        for fault in replay.faults:
+            for name, index, value in fault.proposals():
+                wanted.setdefault((name, index), set()).add(value)
+                if fault.units.size:
+                    self.set_for.setdefault(name, []).append(fault.units)
+        fresh: dict[str, Any] = {}
+        for (name, index), values in wanted.items():
+            path, _, key = name.rpartition(".")
+            ours = replay.module_sizes.get(path)  # a layer's own size is what its tensors say
+            if len(values) > 1 or name in self.attributes or (ours and ours.get(key) not in values):
+                continue
+            (value,) = values
+            if index is not None:
+                old = fresh.get(name, self.trace.tensor(name))
+                value = type(old)(value if i == index else n for i, n in enumerate(old))
+            fresh[name] = value
+        self.attributes |= fresh
+        return bool(fresh)
 
-    def _freeze(
-        self, labels: np.ndarray, reason: str, where: str, line: str, *, must: bool = True
-    ) -> None:
-        classes = np.unique(self.relations.classes[labels])
-        self._freeze_classes(classes, reason, where, line, must=must)
+    def _freeze_fault(self, fault: Fault, why: str) -> None:
+        place = fault.line.rpartition("/")[2]
+        units = fault.units
+        if not units.size:  # an attribute of its own: it was set for these
+            units = np.concatenate([u for found in self.set_for.values() for u in found])
+        self._freeze(units, f"{fault.words}, and {why}", place, fault.line)
 
-    def _freeze_classes(
-        self, classes: np.ndarray, reason: str, where: str, line: str, *, must: bool = True
-    ) -> None:
-        """Freeze the groups of these units that lose any; ``must`` be some."""
+    def _freeze(self, labels: np.ndarray, reason: str, where: str, line: str) -> None:
+        self._freeze_classes(np.unique(self.relations.classes[labels]), reason, where, line)
+
+    def _freeze_classes(self, classes: np.ndarray, reason: str, where: str, line: str) -> None:
+        """Freeze the groups of these units that lose any."""
         found = False
         for group in self.groups:
             inside = np.isin(group.units, classes)
@@ -330,7 +338,7 @@ class Planner:
                 group.frozen = f"{reason} ({where})" if where else reason
                 group.line = line
                 found = True
-        assert found or not must, (reason, where)
+        assert found, (reason, where)
 
     # -- the result -----------------------------------------------------------------------------
 
@@ -343,7 +351,11 @@ class Planner:
             graph=self.relations.graph,
             settings=self.settings,
             notes=self.folds.notes,
-            attributes=dict(self.attributes),
+            attributes={
+                name: value
+                for name, value in self.attributes.items()
+                if name.rpartition(".")[0] not in replay.module_sizes  # a layer's own
+            },
             code=self.code,
             _trace=self.trace,
             _relations=self.relations,
@@ -407,31 +419,3 @@ class Planner:
 
     def _used(self) -> set[str]:
         return {s.name for s in self.relations.sources}
-
-
-def shown(size: Any) -> str:
-    """A size argument as the code would write it."""
-    if isinstance(size, slice):
-        parts = [size.start, size.stop, *([size.step] if size.step is not None else [])]
-        return ":".join("" if p is None else str(p) for p in parts)
-    if isinstance(size, (tuple, list)):
-        return f"({', '.join(map(shown, size))})"
-    return str(size) if isinstance(size, (int, float, type(None))) else "…"
-
-
-def attribute_values(wrong: Any) -> list[tuple[str, Any]]:
-    """The attributes that would mend a wrong size: those that the argument is, and nothing else."""
-    node, (position, name) = wrong.node, wrong.place
-    argument = node.args[position] if position < len(node.args) else node.kwargs.get(name)
-    needed = wrong.needed
-    pairs = (
-        list(zip(argument, needed, strict=False))
-        if isinstance(argument, (tuple, list)) and isinstance(needed, (tuple, list))
-        else [(argument, needed)]
-    )
-    return [
-        (str(a.target), n)
-        for a, n in pairs
-        if isinstance(a, torch.fx.Node) and a.op == "get_attr" and isinstance(n, int)
-        and a.meta["spec"] != n
-    ]  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import operator
 import sys
@@ -49,8 +50,7 @@ class ModuleCall:
     args: Any = ()
     kwargs: Any = field(default_factory=dict)
     output: Any = None
-    # Questions that its code asked of sizes: (operator, operands, answer).
-    questions: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = field(default_factory=list)
+    questions: list[sizes.Question] = field(default_factory=list)  # that its code asked of sizes
     reads_data: bool = False  # Python saw values of tensors: the run may go another way next time
 
 
@@ -163,8 +163,6 @@ def _traced_attributes(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
     seen: set[int] = set()
     for path, m in model.named_modules():
-        if recorder.is_leaf(m):
-            continue
         prefix = f"{path}." if path else ""
         wrap(vars(m), prefix)
         config = vars(m).get("config")
@@ -222,7 +220,8 @@ class _Recorder(TorchFunctionMode):
 
         def note(function: Callable[..., Any], operands: tuple[Any, ...], answer: Any) -> None:
             if self._stack and not self._suspended and not self._inside_torch:
-                self.calls[self._stack[-1]].questions.append((function, operands, answer))
+                question = sizes.Question(function, operands, answer, _where())
+                self.calls[self._stack[-1]].questions.append(question)
 
         before, sizes.on_question = sizes.on_question, note
         try:
@@ -427,6 +426,11 @@ class _Recorder(TorchFunctionMode):
             return self._read_size(func, args, kwargs)
         kind, target = "call_function", func
         name = getattr(func, "__name__", "")
+        if name == "__len__":
+            return self._read_length(func, args)
+        if name in ("numel", "nelement"):
+            shape = sizes.traced_size(self._tensor(args[0]), args[0].shape)
+            return functools.reduce(operator.mul, shape, 1)
         if name == "__get__":
             return self._record_property(func, args)
         if name == "__getitem__":
@@ -442,6 +446,15 @@ class _Recorder(TorchFunctionMode):
             return sizes.traced_size(node, value)
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
         return sizes.traced(value, sizes.Dimension(node, int(dim) % args[0].dim()))
+
+    def _read_length(self, func: Any, args: Any) -> int:
+        """``len(x)``, which Python makes a plain number."""
+        value = func(*args)
+        if self._stack:
+            size = sizes.traced(value, sizes.Dimension(self._tensor(args[0]), 0))
+            question = sizes.Question(int, (size,), value, _where())
+            self.calls[self._stack[-1]].questions.append(question)
+        return value
 
     def _record_property(self, func: Any, args: Any) -> Any:
         value = func(*args)

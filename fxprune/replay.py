@@ -8,7 +8,7 @@ code has to compute, and those that it will compute, come out.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from . import sizes
 from .algebra import Algebra, computed_by_hook
 from .call import Call, Named, Roles
 from .channels import Axis, Channels, SourceAxis
 from .discover import Relations
+from .faults import Fault, WrongAnswer, WrongOrder, WrongSize
 from .layout import view_dims
 from .recorder import Trace
 from .spec import Spec
@@ -50,29 +52,6 @@ class Mismatch(Exception):
         self.reason = reason
         self.where = call.name if call else ""
         self.line = call.node.meta.get("where", "") if call else ""
-
-
-@dataclass
-class WrongSize:
-    """A size in the model's code that comes out wrong at the new widths."""
-
-    node: fx.Node
-    place: tuple[int, str]
-    computed: Any
-    needed: Any
-    units: np.ndarray
-
-
-@dataclass
-class WrongOrder:
-    """A value whose channels the code puts in another order than that of the model as it is.
-
-    ``takes`` holds for each such dimension the position that each slice has to be taken from.
-    """
-
-    node: fx.Node
-    takes: list[tuple[int, Tensor]]
-    units: np.ndarray
 
 
 @dataclass
@@ -134,8 +113,7 @@ class Replay(Algebra):
         self._straighten = straighten
         self.before = relations.values
         self.attributes = attributes or {}
-        self.wrong: list[WrongSize] = []
-        self.misplaced: list[WrongOrder] = []
+        self.faults: list[Fault] = []
         self.indices: dict[str, Tensor] = {}  # index buffers, rewritten
         self.order: dict[int, Tensor] = {}  # label of an axis -> kept positions in it, in order
         self.module_sizes: dict[str, dict[str, Any]] = {}
@@ -223,9 +201,52 @@ class Replay(Algebra):
         return node.target(*args) if callable(node.target) else node.meta["spec"]
 
     def _attribute(self, node: fx.Node) -> Any:
-        if node.target in self.attributes:
-            return self.attributes[str(node.target)]
-        return super()._attribute(node)
+        new = self._new_attribute(str(node.target))
+        return super()._attribute(node) if new is None else new
+
+    def _new_attribute(self, name: str) -> Any:
+        """An attribute's new value, or None where it keeps the one it has."""
+        path, _, key = name.rpartition(".")
+        return self.attributes.get(name, self.module_sizes.get(path, {}).get(key))
+
+    def run(self) -> None:
+        super().run()
+        for index, call in enumerate(self.trace.calls):
+            for question in {q.key: q for q in call.questions}.values():
+                operands = tuple(map(self.at_new_widths, question.operands))
+                now = question.function(*operands)
+                if now != question.answer:
+                    units = self._units_of_numbers(question.operands)
+                    self.faults.append(WrongAnswer(units, question, index, now, operands))
+
+    def at_new_widths(self, number: Any) -> Any:
+        """What a traced number comes to."""
+        origin = getattr(number, "origin", None)
+        if isinstance(origin, sizes.Dimension):
+            value = self.values[origin.source]
+            return (value.shape if isinstance(value, Channels) else self.tensor_shape(value))[
+                origin.dim
+            ]
+        if isinstance(origin, sizes.Operation):
+            return origin.function(*map(self.at_new_widths, origin.operands))
+        if isinstance(origin, sizes.Attribute):
+            new = self._new_attribute(origin.name)
+            if new is not None:
+                return new if origin.index is None else new[origin.index]
+        return sizes.plain(number)
+
+    def _units_of_numbers(self, numbers: Iterable[Any]) -> np.ndarray:
+        """Units of the axes whose sizes traced numbers are computed from."""
+        units = [np.zeros(0, dtype=np.int64)]
+        for number in numbers:
+            origin = getattr(number, "origin", None)
+            if isinstance(origin, sizes.Operation):
+                units.append(self._units_of_numbers(origin.operands))
+            elif isinstance(origin, sizes.Dimension):
+                value = self.before[origin.source]
+                axis = value.axis(origin.dim) if isinstance(value, Channels) else None
+                units += [] if axis is None else [axis.units.reshape(-1).numpy()]
+        return np.concatenate(units)
 
     def resize(self, call: Call) -> None:
         new = NewSizes(self, call.node)
@@ -237,7 +258,8 @@ class Replay(Algebra):
             computed = call.args[position] if given else call.kwargs.get(name)
             if not same_sizes(computed, needed):
                 units = self._units_around(call.node)
-                self.wrong.append(WrongSize(call.node, (position, name), computed, needed, units))
+                size = WrongSize(units, call.node, (position, name), computed, needed)
+                self.faults.append(size)
             if given:
                 call.args = (*call.args[:position], needed, *call.args[position + 1 :])
             else:
@@ -274,7 +296,7 @@ class Replay(Algebra):
             if isinstance(old, (int, float)) and call.args[position] != old:
                 units = self._units_around(call.node)
                 computed = call.args[position]
-                self.wrong.append(WrongSize(call.node, (position, ""), computed, old, units))
+                self.faults.append(WrongSize(units, call.node, (position, ""), computed, old))
 
     def _units_around(self, node: fx.Node) -> np.ndarray:
         """Units of a call's result and inputs, and of the tensors its sizes are computed from."""
@@ -322,7 +344,7 @@ class Replay(Algebra):
         takes = self._out_of_order(call.node, result)
         if not takes:
             return result
-        self.misplaced.append(WrongOrder(call.node, takes, self._units_around(call.node)))
+        self.faults.append(WrongOrder(self._units_around(call.node), call.node, takes))
         new = dict(takes)
         axes = [
             replace(a, units=a.units[new[a.dims[0]]], source=None) if a.dims[0] in new else a
@@ -404,8 +426,15 @@ class Replay(Algebra):
             return Channels(value.spec.shape if view is None else view, tuple(axes))
         return Channels(self.view_shape(value.name), tuple(axes))
 
+    def blank(self, call: Call, value: float | None) -> Channels:
+        x = self.before[call.node]
+        axes = (replace(a, units=self._compress(a.units, a.units)) for a in x.axes)
+        return Channels(call.shape, tuple(axes))
+
     def join(self, a: Axis, b: Axis, call: Call) -> None:
         """Every pair of slices that meets now has met in the model as it is."""
+        if (a.blank or b.blank) and a.units.shape == b.units.shape:
+            return
         if self._have_met(a.units, b.units, call):
             self._pinned.update(axis.source.first for axis in (a, b) if axis.source is not None)
             return

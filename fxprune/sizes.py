@@ -7,6 +7,7 @@ attributes are instances of :class:`TracedInt`. They behave as plain integers, a
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,6 +43,24 @@ class Operation:
 Origin = Dimension | Attribute | Operation
 
 
+@dataclass(frozen=True)
+class Question:
+    """Something that Python asked of traced numbers: what the code does depends on the answer."""
+
+    function: Callable[..., Any]
+    operands: tuple[Any, ...]
+    answer: Any
+    where: str = ""  # file and line
+
+    @property
+    def key(self) -> Any:
+        """The same for questions of the same expressions only."""
+        return (self.function, *map(expression, self.operands))
+
+    def __str__(self) -> str:
+        return f"{self.function.__name__}({', '.join(str(plain(o)) for o in self.operands)})"
+
+
 class TracedInt(int):
     origin: Origin
 
@@ -70,8 +89,8 @@ def traced_size(source: Any, size: torch.Size) -> torch.Size:
 def plain(number: Any) -> Any:
     """A traced number as Python's own; anything else as it is."""
     if isinstance(number, TracedInt):
-        return int(number)
-    return float(number) if isinstance(number, TracedFloat) else number
+        return int.__int__(number)
+    return float.__float__(number) if isinstance(number, TracedFloat) else number
 
 
 def expression(number: Any) -> Any:
@@ -91,13 +110,16 @@ def _install(base: type, cls: type) -> None:
 
     def binary(name: str, reflected: bool) -> None:
         dunder = f"__{'r' if reflected else ''}{name}__"
-        plain = getattr(base, dunder)
+        compute = getattr(base, dunder)
         function = getattr(operator, name)
 
         def method(self: Any, other: Any, *rest: Any) -> Any:
-            value = plain(self, other, *rest)
-            if value is NotImplemented or type(other) not in _NUMBERS or rest:
+            value = compute(self, other, *rest)
+            if type(other) not in _NUMBERS or rest:
                 return value
+            if value is NotImplemented:  # an int and a float
+                pair = (plain(self), plain(other))
+                value = function(*(reversed(pair) if reflected else pair))
             operands = (other, self) if reflected else (self, other)
             return traced(value, Operation(function, operands))
 
@@ -120,8 +142,7 @@ _install(int, TracedInt)
 _install(float, TracedFloat)
 
 
-# Called with (operator, operands, outcome) when Python asks a question of a traced number: which
-# way the code goes depends on the answer. Set while a run is recorded.
+# Called with (operator, operands, answer) for each question. Set while a run is recorded.
 on_question: Callable[[Callable[..., Any], tuple[Any, ...], Any], None] | None = None
 
 
@@ -141,8 +162,29 @@ def _install_questions(cls: type, base: type) -> None:
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
         question(f"__{name}__", getattr(operator, name))
     question("__bool__", operator.truth)
+    # Plain numbers, which know their origin no more: what they were is an answer, too.
+    question("__int__", int)
+    question("__float__", float)
     setattr(cls, "__hash__", base.__hash__)  # noqa: B010
 
 
+def _install_rounding(cls: type, base: type) -> None:
+    def rounding(name: str, function: Callable[..., Any]) -> None:
+        plain_method = getattr(base, name)
+
+        def method(self: Any, *digits: Any) -> Any:
+            value = plain_method(self, *digits)
+            return value if digits else traced(value, Operation(function, (self,)))
+
+        method.__name__ = name
+        setattr(cls, name, method)
+
+    rounding("__floor__", math.floor)
+    rounding("__ceil__", math.ceil)
+    rounding("__round__", round)
+
+
+_install_rounding(TracedInt, int)
+_install_rounding(TracedFloat, float)
 _install_questions(TracedInt, int)
 _install_questions(TracedFloat, float)

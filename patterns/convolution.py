@@ -24,7 +24,7 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border):
         x, [d for d in range(len(x.shape)) if d != channel],
         "a convolution slides over them or they are its batch", call,
     )  # fmt: skip
-    # What kind of convolution it is, the model as it is tells: a group may be left with one channel.
+    # The model as it is tells what kind it is: a group may be left with one channel.
     grouped, before = groups > 1, (old[0] // groups, old[1])
     if grouped and 1 in before:
         groups = w_shape[0] // before[0]  # groups go as a whole

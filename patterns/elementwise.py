@@ -77,21 +77,3 @@ def slopes(a, call, weight):
     dim = 1 if len(x.shape) > 1 else 0
     wide = remap(w, {0: dim}, tuple(w.shape[0] if d == dim else 1 for d in range(len(x.shape))))
     return a.meet(call, [x, wide], lambda t: t[0].clamp(min=0) + t[1] * t[0].clamp(max=0), x.shape)
-
-
-@op("zeros_like", "ones_like", "full_like", "zero", "fill", "empty_like", "rand_like", "randn_like",
-    "bernoulli")  # fmt: skip
-def like(a, call):
-    """A tensor of x's shape: its width follows x's. Of random ones nothing is known."""
-    x = call.channels()
-    if call.pattern.name in ("zeros_like", "ones_like", "full_like", "zero", "fill"):
-        return a.meet(call, [x], lambda t: call.replay([t[0].nan_to_num()]), x.shape)
-    return a.forget(x)
-
-
-@op("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "zeros", "ones", "full",
-    "empty", "rand", "randn", "arange", "tensor", "as_tensor",
-    "linspace", "eye")  # fmt: skip
-def fresh(a, call):
-    """A tensor of stated sizes: only the type and device of x matter."""
-    return a.rigid_result(call)

@@ -44,7 +44,7 @@ def new_index(call, new):
     x, index = call.channels(), call.arg(1, "index")
     items = list(index) if isinstance(index, tuple) else [index]
     changed = False
-    for place, dim, item in per_dim(x, index):
+    for place, dim, item in per_dim(x, call.recorded(1, "index")):
         if dim is None or is_full(item) or (keep := new.keep(0, dim)) is None:
             continue
         if isinstance(item, slice) and item.step in (None, 1):
@@ -87,10 +87,12 @@ def pick(a, call, x, index, shape):
         if isinstance(item, list):
             item = torch.tensor(item)
         if isinstance(item, (Channels, Named)):
-            item = a.positions(call, item, x, dim)
-            if item is None or item.dtype == torch.bool:
-                a.freeze_all(x, f"positions that are data are read from it in {call.name}", call)
-                return Channels(shape)
+            at = a.positions(call, item, x, dim)
+            if at is None:  # any slice may be read, whatever happens along other dimensions
+                reason = f"positions that are data are read from it in {call.name}"
+                x = a.freeze_dims(x, [dim], reason, call)
+                at = a.positions(call, item, x, dim)
+            item = at
         if dim is not None and not is_full(item):
             a.keep_rows(x, dim, item)
             touched.append(dim)
@@ -122,7 +124,7 @@ def setitem(a, call):
 def new_select(call, new):
     dim = call.arg(1, "dim") % len(call.channels().shape)
     keep = new.keep(0, dim)
-    at = call.arg(2, "index")
+    at = call.recorded(2, "index")
     return {} if keep is None else {(2, "index"): int(keep[: at % len(keep)].sum())}
 
 
@@ -139,7 +141,7 @@ def new_narrow(call, new):
     keep = new.keep(0, dim)
     if keep is None:
         return {}
-    start = call.arg(2, "start") % len(keep)
+    start = call.recorded(2, "start") % len(keep)
     return {(2, "start"): int(keep[:start].sum()), (3, "length"): new.result[dim]}
 
 
@@ -164,8 +166,9 @@ def index_select(a, call):
     x, dim = call.channels(), call.arg(1, "dim") % len(call.channels().shape)
     at = a.positions(call, call.arg(2, "index"), x, dim)
     if at is None:
-        a.freeze_all(x, f"positions that are data are read from it in {call.name}", call)
-        return a.rigid_result(call)
+        reason = f"positions that are data are read from it in {call.name}"
+        x = a.freeze_dims(x, [dim], reason, call)
+        at = a.positions(call, call.arg(2, "index"), x, dim)
     return a.move(call, x, lambda t: t.index_select(dim, at), touched=[dim])
 
 

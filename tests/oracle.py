@@ -188,7 +188,7 @@ def unit_permutation(relations) -> np.ndarray:
     for number, array in enumerate({id(a): a for a in arrays}.values()):
         for label in array.reshape(-1).tolist():
             unit = int(relations.classes[label])
-            if label:
+            if label in nth:  # not of a tensor that the code fills with one value
                 signs.setdefault(unit, []).append((number, nth[label]))
     for group in groups.groups(relations):
         alike: dict[tuple, list[int]] = {}

@@ -1,0 +1,142 @@
+"""What the model's own code would do wrongly at the new widths, and how that could be mended."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor, fx
+
+from . import sizes
+
+# An attribute of the model, or an item of one that is a sequence, and the value it should have.
+Proposal = tuple[str, int | None, Any]
+
+
+@dataclass
+class Fault:
+    """``units`` have to stay where the fault cannot be mended."""
+
+    units: np.ndarray
+
+    @property
+    def call(self) -> int:
+        """Index of the module call whose code it is."""
+        raise NotImplementedError
+
+    @property
+    def line(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def words(self) -> str:
+        raise NotImplementedError
+
+    def proposals(self) -> Iterator[Proposal]:
+        """The attributes that would mend it: those that a number is, and nothing else."""
+        return iter(())
+
+
+@dataclass
+class AtNode(Fault):
+    """A fault in what one node of the trace does."""
+
+    node: fx.Node
+
+    @property
+    def call(self) -> int:
+        return self.node.meta["call"]
+
+    @property
+    def line(self) -> str:
+        return self.node.meta.get("where", "")
+
+
+@dataclass
+class WrongSize(AtNode):
+    """A size that comes out wrong, in the argument at ``place``."""
+
+    place: tuple[int, str]
+    computed: Any
+    needed: Any
+
+    @property
+    def words(self) -> str:
+        computed, needed = shown(self.computed), shown(self.needed)
+        return f"the code computes {computed} where it has to be {needed}"
+
+    def proposals(self) -> Iterator[Proposal]:
+        position, name = self.place
+        node: Any = self.node  # fx types an argument as one of a dozen things
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+        several = isinstance(given, (tuple, list)) and isinstance(self.needed, (tuple, list))
+        pairs = zip(given, self.needed, strict=False) if several else [(given, self.needed)]
+        for argument, needed in pairs:
+            if not isinstance(argument, fx.Node) or not isinstance(needed, int):
+                continue
+            index: Any = None
+            if argument.target is operator.getitem and isinstance(argument.args[1], int):
+                argument, index = argument.args  # type: ignore[assignment]
+            if argument.op == "get_attr":
+                known = argument.meta["spec"]
+                if (known if index is None else known[index]) != needed:
+                    yield str(argument.target), index, needed
+
+
+@dataclass
+class WrongOrder(AtNode):
+    """A value whose channels the code puts in another order than that of the model as it is.
+
+    ``takes`` holds for each such dimension the position that each slice has to be taken from.
+    """
+
+    takes: list[tuple[int, Tensor]]
+
+    @property
+    def words(self) -> str:
+        return "the code would put what is left of them in another order"
+
+
+@dataclass
+class WrongAnswer(Fault):
+    """A question of the code, such as a comparison of sizes, that has another answer now."""
+
+    question: sizes.Question
+    index: int
+    now: Any
+    operands: tuple[Any, ...]  # at the new widths
+
+    @property
+    def call(self) -> int:
+        return self.index
+
+    @property
+    def line(self) -> str:
+        return self.question.where
+
+    @property
+    def words(self) -> str:
+        return f"{self.question} was {self.question.answer} and would be {self.now}"
+
+    def proposals(self) -> Iterator[Proposal]:
+        if self.question.function not in (operator.eq, operator.ne):
+            return
+        first, second = self.question.operands
+        pairs = ((first, self.operands[1]), (second, self.operands[0]))
+        for number, other in pairs:
+            origin = getattr(number, "origin", None)
+            if isinstance(origin, sizes.Attribute):
+                yield origin.name, origin.index, other
+
+
+def shown(size: Any) -> str:
+    """A size argument as the code would write it."""
+    if isinstance(size, slice):
+        parts = [size.start, size.stop, *([size.step] if size.step is not None else [])]
+        return ":".join("" if p is None else str(p) for p in parts)
+    if isinstance(size, (tuple, list)):
+        return f"({', '.join(map(shown, size))})"
+    return str(size) if isinstance(size, (int, float, type(None))) else "…"

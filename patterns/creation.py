@@ -1,0 +1,49 @@
+"""Tensors that the code makes: of another's shape, or of stated sizes."""
+
+from __future__ import annotations
+
+from fxprune.patterns.shape import with_sizes
+
+from fxprune.registry import op
+
+
+@op("zeros_like", "ones_like", "full_like", "zero", "fill", "empty_like", "rand_like", "randn_like",
+    "bernoulli")  # fmt: skip
+def like(a, call):
+    """A tensor of x's shape: its width follows x's. Of random ones nothing is known."""
+    x = call.channels()
+    if call.pattern.name in ("zeros_like", "ones_like", "full_like", "zero", "fill"):
+        return a.meet(call, [x], lambda t: call.replay([t[0].nan_to_num()]), x.shape)
+    return a.forget(x)
+
+
+def filled(first, value_at):
+    """Rules for a tensor of stated sizes, from argument ``first`` on, that holds one value."""
+
+    def sizes(call, new):
+        return with_sizes(call, new.result, first, "size")
+
+    def rule(a, call):
+        word = call.pattern.name.removeprefix("new_")
+        value = {"zeros": 0.0, "ones": 1.0, "empty": None}.get(word, 0.0)
+        if value_at is not None:
+            value = call.arg(value_at, "fill_value")
+        return a.blank(call, value if isinstance(value, (bool, int, float)) else None)
+
+    return sizes, rule
+
+
+for names, first, value_at in (
+    (("zeros", "ones", "empty"), 0, None),
+    (("new_zeros", "new_ones", "new_empty"), 1, None),
+    (("full",), 0, 1),
+    (("new_full",), 1, 2),
+):
+    sizes, rule = filled(first, value_at)
+    op(*names, resize=sizes)(rule)
+
+
+@op("new_tensor", "rand", "randn", "arange", "tensor", "as_tensor", "linspace", "eye")
+def fresh(a, call):
+    """A tensor of its own: only the type and device of x matter."""
+    return a.rigid_result(call)
