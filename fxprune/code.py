@@ -193,7 +193,6 @@ class _Body:
             star = variable.get(parameter.kind, "")
             node = self.graph.placeholder(f"{star}{name}", None, *default)
             value = bound.arguments.get(name, {} if star == "**" else ())
-            self._bind(value, node)
             if star:
                 keys = tuple(value) if star == "**" else tuple(range(len(value)))
                 given = self.graph.call_function(_keys, (node,))
@@ -203,6 +202,7 @@ class _Body:
                     self._expect(value[key], item, str(key))
             else:
                 self._expect(value, node, name)
+            self._bind(value, node)
 
     def _expect(self, value: Any, node: fx.Node, name: str) -> None:
         """An argument that is no tensor has to be what it was: the code went its way."""

@@ -1,0 +1,157 @@
+"""Numbers that the code computes from widths, in every way that Python offers: right as they are,
+an attribute to set, or code to write anew; under all three oracles."""
+
+from __future__ import annotations
+
+import math
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxprune
+
+from .oracle import awake, check
+from .test_constructs import Net, image, kept
+
+
+def conv_net(forward, **more):
+    """silu(conv) with eight channels, ``forward(s, y)`` on them, and a layer that reads it."""
+
+    def run(s, x):
+        return s.b(forward(s, F.silu(s.a(x))))
+
+    net = Net(run, a=nn.Conv2d(3, 8, 3, padding=1), b=nn.Conv2d(8, 4, 1))
+    vars(net).update(more)
+    return net
+
+
+def halved_twice(y, bound):
+    return y[:, :bound].repeat(1, 2, 1, 1)
+
+
+@pytest.mark.parametrize("forward", [
+    lambda s, y: y / y.shape[1],
+    lambda s, y: y / math.sqrt(y.shape[1]),
+    lambda s, y: y * y.shape[1] ** -0.5,
+    lambda s, y: y * float(y.shape[1]),
+    lambda s, y: y * round(y.shape[1] / 3),
+    lambda s, y: y * torch.tensor(y.shape[1]),
+    lambda s, y: y / y[0].numel(),
+    lambda s, y: (y.transpose(0, 1) * len(y.transpose(0, 1))).transpose(0, 1),
+    lambda s, y: y * 2 if y.shape[1] > 6 else y,
+    lambda s, y: y * min(y.size(1), 5),
+    lambda s, y: halved_twice(y, int(y.shape[1] * 0.5)),
+    lambda s, y: halved_twice(y, math.floor(y.shape[1] / 2)),
+    lambda s, y: halved_twice(y, y.shape[1] // 2),
+    lambda s, y: torch.cat([y[:, :4], y.new_zeros(y.shape[0], y.shape[1] - 4, 8, 8)], 1),
+])  # fmt: skip
+def test_a_number_made_of_a_width_keeps_the_masked_model_s_value(forward):
+    plan, small = check(conv_net(forward), image())
+    assert small.a.out_channels == 4
+    assert "" in plan.code and not plan.attributes
+
+
+def literal_assertion(s, y):
+    assert y.shape[1] == 8
+    return y
+
+
+def attribute_assertion(s, y):
+    assert y.shape[1] == s.width
+    return y
+
+
+def shape_assertion(s, y):
+    if y.shape != (y.shape[0], s.width, 8, 8):
+        raise ValueError(y.shape)
+    return y
+
+
+def test_an_assertion_on_a_literal_is_left_out():
+    plan, small = check(conv_net(literal_assertion), image())
+    assert small.a.out_channels == 4 and "" in plan.code
+
+
+@pytest.mark.parametrize("forward", [attribute_assertion, shape_assertion])
+def test_an_attribute_that_a_width_is_compared_with_is_set(forward):
+    plan, small = check(conv_net(forward, width=8), image())
+    assert plan.attributes == {"width": 4} and small.width == 4 and not plan.code
+
+
+@pytest.mark.parametrize("dims", [(8, 1), [4, 2]], ids=str)
+def test_an_item_of_a_sequence_is_set(dims):
+    def forward(s, y):
+        return y.view(y.shape[0], s.dims[0], s.dims[1], 8, 8).flatten(1, 2)
+
+    plan, small = check(conv_net(forward, dims=dims), image())
+    assert type(small.dims) is type(dims) and math.prod(small.dims) == 4 and not plan.code
+
+
+def test_an_attribute_of_a_config_object_is_set():
+    def forward(s, y):
+        return y.view(y.shape[0], s.config.width, -1).view(y.shape[0], -1, 8, 8)
+
+    config = types.SimpleNamespace(width=8, other=3)
+    plan, small = check(conv_net(forward, config=config), image())
+    assert plan.attributes == {"config.width": 4}
+    assert (config.width, small.config.width, small.config.other) == (8, 4, 3)
+
+
+@pytest.mark.parametrize("layer", ["b", "a"])
+def test_a_layer_s_own_size_needs_no_new_code(layer):
+    def forward(s, y):
+        width = s.b.in_channels if layer == "b" else s.a.out_channels
+        return y.reshape(y.shape[0], width, -1).view(y.shape)
+
+    plan, small = check(conv_net(forward), image())
+    assert small.a.out_channels == 4 and not plan.code and not plan.attributes
+
+
+@pytest.mark.parametrize("make", [
+    lambda s, y: torch.zeros(1, s.b.in_channels, 1, 1),
+    lambda s, y: torch.full((y.shape[1], 1, 1), 0.5),
+    lambda s, y: y.new_ones(y.shape),
+    lambda s, y: torch.ones(8, 1, 1),
+])  # fmt: skip
+def test_a_filled_tensor_has_the_width_of_what_it_meets(make):
+    _, small = check(conv_net(lambda s, y: y + make(s, y).to(y)), image())
+    assert small.a.out_channels == 4
+
+
+def test_an_attribute_that_also_counts_something_else_is_not_set():
+    """``width`` sizes a view and scales the result: the view is written anew, the scale is not."""
+
+    def forward(s, y):
+        return y.view(y.shape[0], s.width, -1).view(y.shape[0], -1, 8, 8) * s.width
+
+    plan, small = check(conv_net(forward, width=8), image())
+    assert small.a.out_channels == 4 and "mul(8)" in plan.code[""].source
+
+
+class TakesAnything(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x, *more, scale=1.0, **flags):
+        y = F.silu(self.a(x)).view(-1, 8)
+        for other in more:
+            y = y * other
+        return self.b(y * flags.get("gate", scale))
+
+
+def test_new_code_takes_any_number_of_arguments():
+    x, gate = (torch.randn(2, n, dtype=torch.float64) for n in (6, 1))
+    model = awake(TakesAnything())
+    inputs = {"x": x, "gate": gate}
+    plan = fxprune.plan(model, inputs)
+    small = plan.apply(model)
+    assert kept(plan, "a") == 4 and "**flags" in plan.code[""].source
+    assert torch.allclose(plan.mask(model)(x, gate=gate * 2), small(x, gate=gate * 2))
+    with pytest.raises(fxprune.PruningError, match="flags"):
+        small(x)
+    with pytest.raises(fxprune.PruningError, match="more"):
+        small(x, gate, gate=gate)
