@@ -1,12 +1,13 @@
 """What the pruned model has to compute, got from the masked model.
 
 Where a call counts channels (a layer norm over them, a mean), no mask can make the full-width call
-equal the narrow one. There the reference runs the trace of the masked model and lets these calls
-see the kept channels only.
+equal the narrow one. There the reference is the masked model with these calls seeing the kept
+channels only: the model itself, where they are all calls of modules, else its trace.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,36 +30,56 @@ def reference(plan: Any, model: nn.Module, small: nn.Module, example_input: Any)
     masked = plan.mask(model)
     if not plan.approximate:
         return outputs(masked, example_input)
+    counting = Counting(plan, model, small)
+    if all(node.op == "call_module" for node in counting.nodes):
+        counting.install(masked)
+        return outputs(masked, example_input)
     args, kwargs = bind_inputs(example_input)
-    inputs = [*args, *kwargs.values()]
     with evaluating(masked), torch.no_grad():
-        result = KeptOnly(plan, masked, small, model).run(*inputs)
+        result = KeptOnly(plan, masked, counting).run(*args, *kwargs.values())
         return [t.detach().clone() for t in tree.tensors(result)]
 
 
-class KeptOnly(fx.Interpreter):
-    """Runs the trace with a masked model's tensors; counting calls see kept channels only."""
+class Counting:
+    """The calls that count channels of which some go, run on the kept ones."""
 
-    def __init__(self, plan: Any, masked: nn.Module, small: nn.Module, model: nn.Module) -> None:
-        old: Trace = plan._trace
-        trace = Trace(old.graph, masked, old.calls, old.constants, old.called, old.names, [])
-        super().__init__(trace.graph_module())
+    def __init__(self, plan: Any, model: nn.Module, small: nn.Module) -> None:
         self._replay = plan._replay
-        self._counting = {
+        found = {
             note.node for note in plan._relations.approximate
             if bool((~self._replay.kept(note.units)).any())
         }  # fmt: skip
+        self.nodes = [node for node in plan._trace.graph.nodes if node in found]
         self._small = small
         self._constants = Constants(
-            old, plan._relations, plan._removed, plan._silent, model,
+            plan._trace, plan._relations, plan._removed, plan._silent, model,
             attention=plan.settings.attention,
         )  # fmt: skip
         self._constants.run()
 
-    def run_node(self, n: fx.Node) -> Any:
-        if n not in self._counting:
-            return super().run_node(n)
-        narrow = iter([self._narrow(node) for node in _tensor_nodes(n)])
+    def install(self, masked: nn.Module) -> None:
+        """Have the modules of ``masked`` run so. The k-th call of one is its k-th in the trace."""
+        by_path: dict[str, list[fx.Node]] = {}
+        for node in self.nodes:
+            by_path.setdefault(str(node.target), []).append(node)
+        for path, nodes in by_path.items():
+            module = masked.get_submodule(path)
+            vars(module)["forward"] = self._forward(nodes)
+
+    def _forward(self, nodes: list[fx.Node]) -> Callable[..., Any]:
+        calls = iter(nodes)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            node = next(calls, nodes[-1])
+            return self.run(node, list(tree.tensors((args, kwargs))))
+
+        return forward
+
+    def run(self, node: fx.Node, tensors: Sequence[Tensor]) -> Any:
+        """The call on the kept channels of its ``tensors``, in a result of full width."""
+        narrow = iter(
+            [self._narrow(n, t) for n, t in zip(tensor_nodes(node), tensors, strict=True)]
+        )
 
         def swap(value: Any) -> Any:
             if isinstance(value, (Channels, Named)):
@@ -67,21 +88,20 @@ class KeptOnly(fx.Interpreter):
                 return tree.rebuild(value, swap)
             return value
 
-        args, kwargs = (swap(v) for v in self._replay.calls[n])
-        if n.op == "call_module":
-            result = self._small.get_submodule(str(n.target))(*args, **kwargs)
-        elif n.op == "call_method":
-            result = getattr(args[0], str(n.target))(*args[1:], **kwargs)
+        args, kwargs = (swap(v) for v in self._replay.calls[node])
+        if node.op == "call_module":
+            result = self._small.get_submodule(str(node.target))(*args, **kwargs)
+        elif node.op == "call_method":
+            result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         else:
-            result = n.target(*args, **kwargs)  # type: ignore[operator]
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
         if isinstance(result, Tensor):
-            return self._widen(n, result, self._constants.values[n])
-        results = zip(result, self._constants.values[n], strict=True)
-        return tuple(self._widen(n, r, c) for r, c in results)
+            return self._widen(node, result, self._constants.values[node])
+        results = zip(result, self._constants.values[node], strict=True)
+        return tuple(self._widen(node, r, c) for r, c in results)
 
-    def _narrow(self, node: fx.Node) -> Tensor:
+    def _narrow(self, node: fx.Node, value: Tensor) -> Tensor:
         """Kept slices of an argument."""
-        value = self.env[node]
         old, new = (v.values[node] for v in (self._constants, self._replay))
         if not isinstance(old, Channels):  # a parameter: take the pruned model's own
             return read_attribute(self._small, str(node.target))
@@ -109,7 +129,23 @@ class KeptOnly(fx.Interpreter):
         return result
 
 
-def _tensor_nodes(node: fx.Node) -> list[fx.Node]:
+class KeptOnly(fx.Interpreter):
+    """Runs the trace with a masked model's tensors; counting calls see kept channels only."""
+
+    def __init__(self, plan: Any, masked: nn.Module, counting: Counting) -> None:
+        old: Trace = plan._trace
+        trace = Trace(old.graph, masked, old.calls, old.constants, old.called, old.names, [])
+        super().__init__(trace.graph_module())
+        self._counting = counting
+        self._nodes = set(counting.nodes)
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n not in self._nodes:
+            return super().run_node(n)
+        return self._counting.run(n, [self.env[node] for node in tensor_nodes(n)])
+
+
+def tensor_nodes(node: fx.Node) -> list[fx.Node]:
     """Tensor arguments in the order of the call; one that stands twice is there twice."""
     found: list[fx.Node] = []
 
