@@ -54,9 +54,9 @@ def prune(
         attention=attention,
     )
     if verify or not inplace:
-        small, _ = apply_with_journal(chosen, model, inplace=False)
+        small, _ = apply_with_journal(chosen, model, inplace=False, folds=chosen._folds)
         if verify:
             prove(chosen, model, small, example_input)
         if not inplace:
             return small
-    return apply_with_journal(chosen, model, inplace=True)[0]
+    return apply_with_journal(chosen, model, inplace=True, folds=chosen._folds)[0]

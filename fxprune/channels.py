@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,11 +35,11 @@ class SourceAxis:
     role: str
     first: int  # label of the first slice; the others follow in row-major order
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.view[d] for d in self.dims)
 
-    @property
+    @cached_property
     def size(self) -> int:
         return int(torch.Size(self.shape).numel())
 
@@ -111,6 +113,14 @@ def remap(x: Channels, where: dict[int, int], shape: tuple[int, ...]) -> Channel
                 )
             )
     return Channels(shape, tuple(axes), x.scalar)
+
+
+def distinct(values: np.ndarray) -> np.ndarray:
+    """The different values, ascending; ``np.unique`` is slower on arrays as short as axes."""
+    ordered = np.sort(values, axis=None)
+    first = np.ones(len(ordered), dtype=bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return ordered[first]
 
 
 def varying(units: Tensor) -> tuple[int, ...]:

@@ -63,18 +63,15 @@ class Constants(Algebra):
         self._makers = {s.name: s for s in relations.sources if s.role == "out"}
         self._before = relations.values
         self._classes = torch.from_numpy(relations.classes)
-        self._removed = torch.from_numpy(removed)
-        self._silent = torch.from_numpy(silent)
+        self._removed = torch.from_numpy(removed[relations.classes])  # by label
+        self._silent = torch.from_numpy(silent[relations.classes])
         self._model = model
         self.reads: list[Read] = []
         self.lost: list[tuple[np.ndarray, str]] = []  # units whose constant no layer can take
 
-    def _is(self, flags: Tensor, units: Tensor) -> Tensor:
-        return flags[self._classes[units]]
-
     def is_removed(self, axis: SourceAxis) -> Tensor:
         """For each slice of a parameter axis, whether the mask switches it off."""
-        return self._is(self._removed, axis.labels())
+        return self._removed[axis.labels()]
 
     def read(self, name: str) -> Tensor:
         """A tensor of the model by name."""
@@ -110,7 +107,7 @@ class Constants(Algebra):
 
     def _born(self, axis: SourceAxis, units: Tensor) -> Tensor:
         """Constants of a parameter's own slices under the mask."""
-        dead, silent = self._is(self._removed, units), self._is(self._silent, units)
+        dead, silent = self._removed[units], self._silent[units]
         if axis.role == "in":
             return torch.full(units.shape, torch.nan, dtype=torch.float64)
         whole = torch.Size(axis.view).numel() == axis.size
@@ -185,7 +182,7 @@ class Constants(Algebra):
             if left is None or right is None or id(right) in seen:
                 continue
             seen.add(id(right))  # an axis over groups lies on two of the dimensions
-            dead = self._is(self._removed, right.units)
+            dead = self._removed[right.units]
             if not dead.any():
                 continue
             weight, other = right, left
@@ -206,7 +203,7 @@ class Constants(Algebra):
         dims = tuple(sorted({*left.dims, *right.dims}))
         a, b = (axis.over(dims, _or_nan(axis)) for axis in (left, right))
         units = left.over(dims)
-        dead = self._is(self._removed, units) & ~((a == 0) | (b == 0))
+        dead = self._removed[units] & ~((a == 0) | (b == 0))
         if dead.any():
             classes = torch.unique(self._classes[units.expand(dead.shape)[dead]])
             self.lost.append((classes.numpy(), call.name))
@@ -253,7 +250,7 @@ class Constants(Algebra):
         dims = set(dims)
         for axis in x.axes:
             if set(axis.dims) <= dims:
-                dead = self._is(self._removed, axis.units)
+                dead = self._removed[axis.units]
                 value = torch.zeros(axis.units.shape, dtype=torch.float64)
                 for other in constant.touching(axis.dims) if constant is not None else ():
                     value = other.over(axis.dims, _or_nan(other)).expand(axis.units.shape)

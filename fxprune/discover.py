@@ -7,7 +7,7 @@ joins are kept as arrays and solved at once (connected components), so no loop r
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,7 @@ from torch import fx, nn
 
 from .algebra import Algebra
 from .call import Call, Named, Roles, leaves
-from .channels import FROZEN, Axis, Channels, SourceAxis, varying
+from .channels import FROZEN, Axis, Channels, SourceAxis, distinct, varying
 from .recorder import Trace
 
 
@@ -143,7 +143,9 @@ class Discover(Algebra):
         self.parts += [axis.units for axis in x.axes]
 
     def makes(self, axis: Axis) -> None:
-        for i in np.unique(self._owners(axis.units.reshape(-1).numpy())):
+        if not any(source.role.startswith("bare") for source in self.sources):
+            return
+        for i in distinct(self._owners(axis.units.reshape(-1).numpy())):
             if i >= 0 and self.sources[i].role.startswith("bare"):
                 self._set_role(int(i), "out")
 
@@ -277,15 +279,15 @@ class Discover(Algebra):
         A layer that reads (or normalises) the channels of several producers does not couple them.
         """
         links: list[np.ndarray] = [
-            np.unique(natural[s.first : s.first + s.size]) for s in self.sources if s.role == "out"
+            distinct(natural[s.first : s.first + s.size]) for s in self.sources if s.role == "out"
         ]
         made = np.zeros(int(natural.max()) + 1, dtype=bool)
         for link in links:
             made[link] = True
         for source in self.sources:
-            rest = np.unique(natural[source.first : source.first + source.size])
+            rest = distinct(natural[source.first : source.first + source.size])
             links.append(rest[~made[rest]])
-        links += [np.unique(bin_.rows[bin_.rows > 0]) - 1 for bin_ in bins]
+        links += [distinct(bin_.rows[bin_.rows > 0]) - 1 for bin_ in bins]
         left = np.concatenate([link[:-1] for link in links] or [np.zeros(0, dtype=np.int64)])
         right = np.concatenate([link[1:] for link in links] or [np.zeros(0, dtype=np.int64)])
         return components_of(left, right, len(made))
@@ -316,29 +318,21 @@ class Discover(Algebra):
         call that couples slices of two of them. Its connected components are the groups."""
         graph: nx.Graph = nx.Graph()
         group_of = components[natural]  # by label
-        homes: dict[int, tuple[int, int]] = {}  # a node for each class
-        for i, source in enumerate(self.sources):
-            for group in np.unique(group_of[source.first : source.first + source.size]):
+        home = np.zeros(len(components), dtype=np.int64)  # an axis for each class: its first
+        for i, source in reversed(list(enumerate(self.sources))):
+            labels = slice(source.first, source.first + source.size)
+            home[natural[labels]] = i
+            for group in distinct(group_of[labels]):
                 node = (i, int(group))
                 graph.add_node(node, name=source.name, dims=source.dims, role=source.role)
-            for unit in np.unique(natural[source.first : source.first + source.size]):
-                homes.setdefault(int(unit) + 1, (i, int(components[unit])))
-        count = len(self.sources) + 1
-        for left, right, call in self._couplings:
-            ends = [self._owners(side) for side in (left, right)]
-            real = (ends[0] >= 0) & (ends[1] >= 0)
-            here, there = (end[real] for end in ends)
-            # One number for (group, axis, axis): sorting numbers is much faster than rows.
-            keys = np.unique((group_of[left[real]].astype(np.int64) * count + here) * count + there)
-            for group, a, b in zip(
-                keys // count**2, keys // count % count, keys % count, strict=True
-            ):
-                if a != b:
-                    graph.add_edge((int(a), int(group)), (int(b), int(group)), via=call)
+        for a, b, group, call in self._coupled_axes(group_of):
+            graph.add_edge((a, group), (b, group), via=call)
         for bin_ in bins:
-            members = [homes[int(u)] for u in np.unique(bin_.rows) if u]
-            for one, other in pairwise(members):
-                if one != other and not graph.has_edge(one, other):
+            units = distinct(bin_.rows[bin_.rows > 0]) - 1
+            # Units in a row of the same axis and group are one node.
+            nodes = np.unique(np.stack([home[units], components[units]]), axis=1).T.tolist()
+            for one, other in pairwise(map(tuple, nodes)):
+                if not graph.has_edge(one, other):
                     graph.add_edge(one, other, via=f"equal numbers: {bin_.where}")
         # A component is a group even where its axes meet nowhere but in one producer.
         whole: dict[int, list[tuple[int, int]]] = {}
@@ -349,6 +343,23 @@ class Discover(Algebra):
             for a, b in pairwise(parts):
                 graph.add_edge(a, b, via="one producer")
         return graph
+
+    def _coupled_axes(self, group_of: np.ndarray) -> Iterator[tuple[int, int, int, str]]:
+        """(parameter axis, another that a call couples with it, group, the call), once each."""
+        if not self._couplings:
+            return
+        left = np.concatenate([a for a, _, _ in self._couplings])
+        right = np.concatenate([b for _, b, _ in self._couplings])
+        call = np.repeat(np.arange(len(self._couplings)), [len(a) for a, _, _ in self._couplings])
+        here, there = self._owners(left), self._owners(right)
+        real = (here >= 0) & (there >= 0) & (here != there)
+        here, there, call = here[real], there[real], call[real]
+        # One number for (group, axis, axis): sorting numbers is much faster than rows.
+        count = len(self.sources)
+        keys = (group_of[left[real]].astype(np.int64) * count + here) * count + there
+        for key, first in zip(*np.unique(keys, return_index=True), strict=True):
+            group, pair = divmod(int(key), count**2)
+            yield *divmod(pair, count), group, self._couplings[call[first]][2]
 
 
 def components_of(left: np.ndarray, right: np.ndarray, size: int) -> np.ndarray:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import networkx as nx
 import numpy as np
 
-from .channels import SourceAxis
+from .channels import SourceAxis, distinct
 from .discover import Note, Relations
 
 # Roles of slices that bring a channel into being; a group without one has nothing to remove.
@@ -43,7 +43,7 @@ def groups(relations: Relations) -> list[Group]:
     for component in nx.connected_components(relations.graph):
         axes = [relations.sources[i] for i in sorted({i for i, _ in component})]
         here = np.array(sorted({g for _, g in component}))
-        classes = np.unique(np.concatenate([relations.of(axis).reshape(-1) for axis in axes]))
+        classes = distinct(np.concatenate([relations.of(axis).reshape(-1) for axis in axes]))
         classes = classes[classes != 0]
         group = Group(axes, classes[np.isin(relations.component[classes], here)], [], [])
         for number in here:
@@ -68,10 +68,10 @@ def _add_covers(relations: Relations, home: dict[int, Group]) -> None:
     seen: set[bytes] = set()
 
     def add(classes: np.ndarray) -> None:
-        unique = np.unique(classes)
+        unique = distinct(classes)
         if len(unique) and unique[0] != 0 and (key := unique.tobytes()) not in seen:
             seen.add(key)
-            for number in np.unique(relations.component[unique]):
+            for number in distinct(relations.component[unique]):
                 home[int(number)].covers.append(unique)
 
     known: set[int] = set()

@@ -13,6 +13,8 @@ from torch import Tensor
 from .channels import SourceAxis
 from .errors import SettingError
 
+_PIECE = 2**20  # elements
+
 
 @dataclass(frozen=True)
 class Slices:
@@ -21,16 +23,39 @@ class Slices:
     Attributes:
         name: of the parameter in the model.
         role: what the slices do: ``out`` makes a channel, ``in`` reads it; see the glossary.
-        weights: Tensor (n, m), one row a slice.
+        tensor: the parameter with the slices' dimensions first; no copy.
+        rank: how many dimensions those are.
         units: array (n,), the index of the unit that each row belongs to, -1 where it stays.
         count: number of units.
     """
 
     name: str
     role: str
-    weights: Tensor
+    tensor: Tensor
+    rank: int
     units: np.ndarray
     count: int
+
+    @property
+    def weights(self) -> Tensor:
+        """Tensor (n, m), one row a slice."""
+        return self.tensor.reshape(len(self.units), -1)
+
+    def norms(self, order: float) -> Tensor:
+        """The norm of each row: Tensor (n,)."""
+        rest = tuple(range(self.rank, self.tensor.dim()))
+        if not rest:
+            return self.tensor.abs().reshape(-1)
+        # In pieces along the longest dimension: the whole at once would not stay in the cache.
+        longest = max(rest, key=self.tensor.size)
+        pieces = max(1, self.tensor.numel() // _PIECE)
+        total: Tensor | None = None
+        for part in self.tensor.tensor_split(pieces, longest):
+            part = part.float() if part.dtype.itemsize < 4 else part
+            powers = (part.square() if order == 2 else part.abs() ** order).sum(rest)
+            total = powers if total is None else total + powers
+        assert total is not None
+        return (total ** (1 / order)).reshape(-1)
 
     def total(self, rows: Tensor) -> np.ndarray:
         """Sum over the rows of each unit: array (count,)."""
@@ -46,17 +71,17 @@ def slices(tensor: Tensor, axis: SourceAxis, units: np.ndarray, count: int) -> S
     """The rows of ``tensor`` along ``axis``."""
     seen = tensor.detach().reshape(axis.view)
     seen = seen.movedim(axis.dims, tuple(range(len(axis.dims))))
-    return Slices(axis.name, axis.role, seen.reshape(axis.size, -1), units, count)
+    return Slices(axis.name, axis.role, seen, len(axis.dims), units, count)
 
 
 def l1(group: list[Slices]) -> np.ndarray:
     """Mean absolute weight of a unit over all its coupled slices (Li et al., arXiv 1608.08710)."""
-    return _mean(group, lambda w: w.abs().sum(1))
+    return _mean(group, lambda s: s.norms(1))
 
 
 def l2(group: list[Slices]) -> np.ndarray:
     """Root mean square weight over all coupled slices (Fang et al., arXiv 2301.12900)."""
-    return np.sqrt(_mean(group, lambda w: torch.linalg.vector_norm(w, dim=1) ** 2))
+    return np.sqrt(_mean(group, lambda s: s.norms(2) ** 2))
 
 
 def random(group: list[Slices]) -> np.ndarray:
@@ -87,15 +112,13 @@ def fpgm(group: list[Slices]) -> np.ndarray:
     return np.sqrt(squared).sum(1)
 
 
-def _mean(group: list[Slices], row_score: Callable[[Tensor], Tensor]) -> np.ndarray:
+def _mean(group: list[Slices], row_score: Callable[[Slices], Tensor]) -> np.ndarray:
     total, size = np.zeros(group[0].count), np.zeros(group[0].count)
     for s in group:
         if s.role in ("shift", "stat"):
             continue  # a bias is not lost with its unit: it is folded
-        total += s.total(
-            row_score(s.weights.float() if s.weights.dtype.itemsize < 4 else s.weights)
-        )
-        size += s.total(torch.full((len(s.weights),), s.weights.shape[1]))
+        total += s.total(row_score(s))
+        size += s.total(torch.full((len(s.units),), s.tensor.numel() // len(s.units)))
     return total / np.maximum(size, 1)
 
 

@@ -362,6 +362,7 @@ class Planner:
             _removed=self.removed,
             _carriers=self.carriers,
             _silent=self.silent,
+            _folds=self.folds,
             _replay=replay,
         )
         result.skipped = self._skipped(result)

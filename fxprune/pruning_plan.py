@@ -93,6 +93,7 @@ class PruningPlan:
     _removed: np.ndarray = field(repr=False)  # by unit class; carriers are among them
     _carriers: np.ndarray = field(repr=False)
     _silent: np.ndarray = field(repr=False)
+    _folds: Folds = field(repr=False)  # of the weights that the plan was made with
     _replay: Replay = field(repr=False)
 
     @property

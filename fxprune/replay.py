@@ -121,7 +121,7 @@ class Replay(Algebra):
         self._counted = {note.node for note in relations.approximate}
         self._pinned: set[int] = set()
         self._classes = torch.from_numpy(relations.classes)
-        self._kept = torch.from_numpy(kept)
+        self._kept = torch.from_numpy(kept[relations.classes])  # by label
         self._sources = {(s.name, len(s.view), s.dims): s for s in relations.sources}
         self._by_name: dict[str, list[SourceAxis]] = {}
         for s in relations.sources:
@@ -133,7 +133,7 @@ class Replay(Algebra):
         self._relations = relations
 
     def kept(self, units: Tensor) -> Tensor:
-        return self._kept[self._classes[units]]
+        return self._kept[units]
 
     def _compress(self, array: Tensor, units: Tensor) -> Tensor:
         """The kept entries of an array over units, which have to form a rectangle."""
@@ -462,6 +462,10 @@ class Replay(Algebra):
         left, right = a.reshape(-1).numpy(), b.reshape(-1).numpy()
         if np.array_equal(left, right):
             return True
+        for first, second in self._relations.meetings.get(call.node, []):
+            kept = self._kept.numpy()[first]
+            if np.array_equal(first[kept], left) and np.array_equal(second[kept], right):
+                return True  # as they stood
         known = [side.astype(np.int64) for side in self._met(call)]
         keys = left.astype(np.int64) * _MANY + right
         return bool(np.isin(keys, known[0] * _MANY + known[1]).all())

@@ -83,8 +83,10 @@ def apply(plan: Any, model: nn.Module, *, inplace: bool = False) -> nn.Module:
     return small
 
 
-def apply_with_journal(plan: Any, model: nn.Module, *, inplace: bool) -> tuple[nn.Module, Journal]:
-    """The pruned model, and for ``inplace`` the way back."""
+def apply_with_journal(
+    plan: Any, model: nn.Module, *, inplace: bool, folds: Folds | None = None
+) -> tuple[nn.Module, Journal]:
+    """The pruned model, and for ``inplace`` the way back. ``folds`` are those of ``model``."""
     if isinstance(model, nn.Module) and is_masked(model):
         if inplace:
             raise ModelError("a masked model cannot be pruned in place; use inplace=False")
@@ -92,7 +94,7 @@ def apply_with_journal(plan: Any, model: nn.Module, *, inplace: bool) -> tuple[n
         bake(model)
     check_fits(plan, model)
     with torch.no_grad():
-        change = build(plan, model, plan.folds(model))
+        change = build(plan, model, folds or plan.folds(model))
     journal = Journal()
     if inplace:
         try:
@@ -152,7 +154,9 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
             new = new + deltas[name].to(new).reshape(new.shape)
         if name in plan.kept:
             new = shrink(new, axes[name], plan._replay)
-        new = new.clone(memory_format=_memory_format(old))
+        new = new.contiguous(memory_format=_memory_format(old))
+        if new.data_ptr() == old.data_ptr():
+            new = new.clone()
         if name in plan._trace.names.values():
             change.tensors[name] = new
         else:
