@@ -49,7 +49,8 @@ from torch import Tensor, nn
 from torchvision.models import get_model, get_model_builder, get_model_weights, list_models
 
 import fxprune
-from fxprune.proof import largest_error, outputs, prove
+from fxprune.proof import largest_error, prove, tolerance
+from fxprune.running import outputs
 
 LARGE = 140e6  # parameters; models above are left out unless named
 BASIC = ("classification", "segmentation")
@@ -74,6 +75,8 @@ class Row:
     trace: float | None = None
     plan: float | None = None
     apply: float | None = None
+    prune: float | None = None  # trace, plan and apply in one call
+    graph: float | None = None  # error of the graph form on two inputs at once
     error: float | None = None
     approximate: int | None = None
     same_class: bool | None = None
@@ -90,10 +93,8 @@ class Row:
 
     @property
     def cost(self) -> float | None:
-        """Seconds of plan and apply, in forward passes."""
-        if self.plan is None or self.apply is None or not self.forward:
-            return None
-        return (self.plan + self.apply) / self.forward
+        """Seconds of trace, plan and apply, in forward passes."""
+        return self.prune / self.forward if self.prune and self.forward else None
 
 
 # -- models ---------------------------------------------------------------------------------------
@@ -239,6 +240,10 @@ def _measure(row: Row, model: nn.Module, x: Any, sparsity: float) -> None:
     # A forward written anew makes a subclass under the same name.
     row.same_class = isinstance(small, type(model)) and type(small).__name__ == type(model).__name__
     row.error = prove(plan, model, small, x)
+    row.prune, _ = seconds(lambda: fxprune.prune(model, x, sparsity=sparsity, verify=False))
+    if row.kind != "detection":  # whose code goes by the values of its tensors
+        both = twice(x, example(row.model, seed=2))
+        row.graph = largest_error(outputs(small, both), outputs(fxprune.trace(small, x), both))
     after = model.state_dict()
     row.untouched = (
         list(before) == list(after)
@@ -258,6 +263,9 @@ def _measure(row: Row, model: nn.Module, x: Any, sparsity: float) -> None:
         row.details = f"{type(model).__name__} became {type(small).__name__}"
     elif not row.untouched:
         row.status = "input changed"
+    elif row.graph is not None and not row.graph < tolerance(model):
+        row.status = "graph differs"
+        row.details = f"the graph form differs by {row.graph:.1g} on a batch of two"
     elif not same_shapes:
         row.status = "output shapes"
         row.details = f"{shapes[0]} became {shapes[1]}"
@@ -267,6 +275,13 @@ def _measure(row: Row, model: nn.Module, x: Any, sparsity: float) -> None:
     elif explained < 0.8 * sparsity:
         row.status = "not smaller"
         row.details = f"keeps {row.kept:.0%}; plan.skipped names {skipped / row.parameters:.0%}"
+
+
+def twice(x: Any, y: Any) -> Any:
+    """Two inputs as one batch."""
+    if isinstance(x, tuple):
+        return tuple(twice(a, b) for a, b in zip(x, y, strict=True))
+    return torch.cat([x, y])
 
 
 def halved(model: nn.Module, plan: fxprune.PruningPlan, sparsity: float) -> float:
@@ -301,7 +316,7 @@ def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
 def table(rows: list[Row]) -> Table:
     result = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     result.add_column("model", no_wrap=True)
-    for heading in ("kept", "groups", *STEPS, "error", "approx."):
+    for heading in ("kept", "groups", *STEPS, "error", "graph", "approx."):
         result.add_column(heading, justify="right", no_wrap=True)
     for heading in ("intact", "status"):
         result.add_column(heading, no_wrap=True)
@@ -318,7 +333,8 @@ def table(rows: list[Row]) -> Table:
         result.add_row(
             row.model, number(row.kept, ".0%"), groups, number(row.forward, ".2f"),
             number(row.trace, ".2f"), number(row.plan, ".2f"), number(row.apply, ".2f"),
-            number(row.error, ".0e"), number(row.approximate, "d"), intact(row),
+            number(row.error, ".0e"), number(row.graph, ".0e"), number(row.approximate, "d"),
+            intact(row),
             "pass" if row.passes else f"[red]{escape(row.status)}[/]",
         )  # fmt: skip
     return result
@@ -341,7 +357,7 @@ def summary(rows: list[Row], sparsity: float) -> list[str]:
     costs = [r.cost for r in rows if r.cost is not None]
     if costs:
         lines.append(
-            f"Plan and apply take {statistics.median(costs):.1f} forward passes (median; "
+            f"Trace, plan and apply take {statistics.median(costs):.1f} forward passes (median; "
             f"from {min(costs):.1f} to {max(costs):.1f})."
         )
     return lines

@@ -10,6 +10,7 @@ from torch import nn
 from .errors import SettingError
 from .planner import plan
 from .proof import prove
+from .recorder import trace
 from .rewrite import apply_with_journal
 
 
@@ -25,6 +26,7 @@ def prune(
     exact: bool = False,
     attention: str = "heads",
     inplace: bool = False,
+    as_graph: bool = False,
     verify: bool = True,
 ) -> nn.Module:
     """``model`` without its least important channels: same class, smaller tensors.
@@ -34,14 +36,18 @@ def prune(
         example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
         sparsity, ignore, importance, round_to, bias, exact, attention: see :func:`fxprune.plan`.
         inplace: change ``model`` itself; an exception leaves it as it was.
+        as_graph: return the pruned model as one :class:`torch.fx.GraphModule`, recorded from its
+            run on ``example_input`` (:func:`fxprune.trace`), for those who go on with fx passes.
         verify: prove that the result computes what the masked model computes.
 
     Raises:
         PruningError: and nothing has changed.
     """
-    for name, value in {"inplace": inplace, "verify": verify}.items():
+    for name, value in {"inplace": inplace, "as_graph": as_graph, "verify": verify}.items():
         if not isinstance(value, bool):
             raise SettingError(f"{name}={value!r} is neither True nor False")
+    if inplace and as_graph:
+        raise SettingError("as_graph=True makes a module of its own; use inplace=False with it")
     chosen = plan(
         model,
         example_input,
@@ -55,6 +61,8 @@ def prune(
     )
     if verify or not inplace:
         small, _ = apply_with_journal(chosen, model, inplace=False, folds=chosen._folds)
+        if as_graph:
+            small = trace(small, example_input)
         if verify:
             prove(chosen, model, small, example_input)
         if not inplace:

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from . import sizes, tree
 from .errors import PruningError
 from .faults import Fault, WrongOrder, WrongSize
+from .flags import read_training, training_argument
 from .recorder import ModuleCall, Trace
 from .replay import Replay, same_sizes
 from .running import read_attribute
@@ -176,7 +177,7 @@ class _Body:
         forward = type(self.module).forward
         names = getattr(getattr(forward, "__code__", None), "co_names", ())
         inside = [n for n in self.trace.graph.nodes if n.meta.get("call") == self.index]
-        if "training" in names and not any(_training_argument(n) for n in inside):
+        if "training" in names and not any(training_argument(n) for n in inside):
             raise CannotRewrite(f"{self.name} runs other code in training mode")
 
     def _placeholders(self) -> None:
@@ -262,15 +263,10 @@ class _Body:
             else:
                 kwargs[name] = corrected(kwargs.get(name), size.computed, size.needed)
         target = self._relative(str(node.target)) if node.op == "call_module" else node.target
-        flag = _training_argument(node)
+        flag = training_argument(node)
         new = self.graph.create_node(node.op, target, self._value(args), self._value(kwargs))
         if flag is not None:
-            with self.graph.inserting_before(new):
-                training = self.graph.create_node("get_attr", "training")
-            if isinstance(flag, int):
-                new.update_arg(flag, training)
-            else:
-                new.update_kwarg(flag, training)
+            read_training(new, flag)
         if node in self.orders:
             for dim, positions in self.orders[node].takes:
                 new = self.graph.call_function(take, (new, dim, positions.tolist()))
@@ -325,19 +321,6 @@ def corrected(argument: Any, computed: Any, needed: Any) -> Any:
     if sequences and len(argument) == len(needed):
         return type(needed)(map(corrected, argument, computed, needed))
     return needed
-
-
-def _training_argument(node: fx.Node) -> int | str | None:
-    """Where a call is told whether it runs in training mode, which was off while recording."""
-    if node.op != "call_function" or not inspect.isfunction(node.target):
-        return None
-    names = list(inspect.signature(node.target).parameters)
-    if "training" not in names:
-        return None
-    if node.kwargs.get("training") is False:
-        return "training"
-    at = names.index("training")
-    return at if at < len(node.args) and node.args[at] is False else None
 
 
 def _nodes(value: Any) -> list[Any]:

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from . import sizes, tree
 from .aten import AtenRecorder
 from .errors import InputError
+from .flags import read_training, training_argument
 from .registry import for_function, for_module, op_name
 from .running import bind_inputs, describe, evaluating, read_attribute
 from .spec import BASIC, spec
@@ -83,6 +84,7 @@ class _Root(nn.Module):
     def __init__(self, model: nn.Module, constants: dict[str, Any]) -> None:
         super().__init__()
         self.__dict__["_model"] = model
+        self.__dict__["training"] = model.training
         self.__dict__.update(constants)
 
     def __getattr__(self, name: str) -> Any:
@@ -95,7 +97,8 @@ def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
     The model runs once in eval mode without gradients, and is left as it was. Whatever Python the
     model runs (conditions, loops, helpers) is followed as it happens; the graph holds what this
     input made it do. Sizes that the model reads from its inputs stay expressions, so the graph
-    is right for other batch sizes too.
+    is right for other batch sizes too. Like the model it shares tensors with, it can be told to
+    train or to evaluate.
 
     Args:
         model: any module that runs.
@@ -104,7 +107,13 @@ def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
     Raises:
         InputError: the model does not run on ``example_input``; its own error is chained.
     """
-    return record(model, example_input).graph_module()
+    module = record(model, example_input).graph_module()
+    for node in list(module.graph.nodes):
+        flag = training_argument(node)
+        if flag is not None:
+            read_training(node, flag)
+    module.recompile()
+    return module
 
 
 def record(model: nn.Module, example_input: Any) -> Trace:

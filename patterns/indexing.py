@@ -55,6 +55,9 @@ def new_index(call, new):
             )
         elif isinstance(item, int):
             item = int(keep[: item % len(keep)].sum())
+        elif isinstance(item, list) and all(isinstance(i, int) for i in item):
+            at = [i % len(keep) for i in item]
+            item = [int(keep[:i].sum()) for i in at if keep[i]]
         else:
             continue
         changed, items[place] = True, item

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 
-from fxprune.channels import Axis, Channels, remap, varying
+from fxprune.call import Named
+from fxprune.channels import Axis, Channels, remap
 from fxprune.layout import broadcast_shape
 from fxprune.registry import op
 
@@ -51,9 +54,6 @@ def end_to_end(a, call, parts, dim):
         constants.append(axis.over(dims, constant).expand(sizes))
     at = dims.index(dim)
     joined = torch.cat(units, at)
-    if not varying(joined):
-        a.freeze(Axis(dims, joined), f"it is one slice in {call.name}", call)
-        return None
     result = Axis(dims, joined, torch.cat(constants, at) if known else None, border)
     a.rectangle(result, call)
     return result
@@ -114,6 +114,30 @@ def split(a, call):
     """Parts of stated sizes; where these are equal and computed, they stay equal."""
     x, dim = call.channels(), call.arg(2, "dim", 0)
     given = call.arg(1, "split_size_or_sections", call.kwargs.get("split_size"))
+    equal = isinstance(given, int) and len({s.shape[dim] for s in call.spec}) == 1
+    return apart(a, call, x, dim, len(call.spec), equal)
+
+
+def new_tensor_split(call, new):
+    dim = call.arg(2, "dim", 0)
+    sizes = [shape[dim] for shape in new.result]
+    given = call.arg(1, "indices_or_sections", call.kwargs.get("sections"))
+    if (
+        isinstance(given, int)
+        and sizes == sorted(sizes, reverse=True)
+        and sizes[0] <= sizes[-1] + 1
+    ):
+        return {}  # what the code computes
+    return {(1, "indices_or_sections"): tuple(accumulate(sizes[:-1]))}
+
+
+@op("tensor_split", kind="split", resize=new_tensor_split)
+def tensor_split(a, call):
+    """Parts of nearly one size, or that end at stated places."""
+    x, dim = call.channels(), call.arg(2, "dim", 0)
+    given = call.arg(1, "indices_or_sections", call.kwargs.get("sections"))
+    if isinstance(given, (Channels, Named)):
+        return a.unknown(call)
     equal = isinstance(given, int) and len({s.shape[dim] for s in call.spec}) == 1
     return apart(a, call, x, dim, len(call.spec), equal)
 

@@ -110,11 +110,12 @@ def pad(a, call, amounts, mode, value):
         return windows(a, call, a.freeze_dims(x, dims, "they are padded", call), dims)
     value = 0.0 if value is None else value
 
+    labelled = {d for axis in x.axes for d in axis.dims}
+
     def padded(t):
-        inside = [0 if t.size(rank - 1 - i // 2) == 1 else n for i, n in enumerate(amounts)]
+        inside = [n if rank - 1 - i // 2 in labelled else 0 for i, n in enumerate(amounts)]
         return F.pad(t, inside, value=value if t.is_floating_point() else 0)
 
-    labelled = {d for axis in x.axes for d in axis.dims}
     y = a.move(call, x, padded, call.shape, touched=set(dims) & labelled)
     if set(dims) <= labelled:
         return y

@@ -20,7 +20,8 @@ def test_public_signatures_are_pinned():
     assert signature == {
         "plan": f"{head}, *, {settings}) -> 'PruningPlan'",
         "trace": f"{head}) -> 'fx.GraphModule'",
-        "prune": f"{head}, *, {settings}, inplace: 'bool' = False, verify: 'bool' = True) "
+        "prune": f"{head}, *, {settings}, inplace: 'bool' = False, "
+        "as_graph: 'bool' = False, verify: 'bool' = True) "
                  "-> 'nn.Module'",
     }  # fmt: skip
     for name, rest in (("mask", ""), ("apply", ", *, inplace: 'bool' = False")):

@@ -1,0 +1,30 @@
+"""The flag that tells a call whether the model trains: off while recording, read when it runs."""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import fx
+
+
+def training_argument(node: fx.Node) -> int | str | None:
+    """Where a call was told that the model does not train: a position, a keyword, or None."""
+    if node.op != "call_function" or not inspect.isfunction(node.target):
+        return None
+    names = list(inspect.signature(node.target).parameters)
+    if "training" not in names:
+        return None
+    if node.kwargs.get("training") is False:
+        return "training"
+    at = names.index("training")
+    return at if at < len(node.args) and node.args[at] is False else None
+
+
+def read_training(node: fx.Node, where: int | str) -> None:
+    """Have ``node`` take ``self.training`` there."""
+    with node.graph.inserting_before(node):
+        training = node.graph.create_node("get_attr", "training")
+    if isinstance(where, int):
+        node.update_arg(where, training)
+    else:
+        node.update_kwarg(where, training)

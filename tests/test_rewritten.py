@@ -1,0 +1,208 @@
+"""Twelve ways to hold a width in the code: each pruned model runs at other batch sizes, trains,
+saves, copies, exports and compiles."""
+
+from __future__ import annotations
+
+import copy
+import io
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxprune
+
+from .oracle import awake, difference, run
+
+
+def images(n):
+    generator = torch.Generator().manual_seed(n)
+    return torch.randn(n, 3, 6, 6, dtype=torch.float64, generator=generator)
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, x):
+        return self.b(self.middle(F.softplus(self.a(x))))
+
+
+class ViewLiteral(Base):
+    def middle(self, y):
+        return F.dropout(y.view(-1, 8, 36), 0.2, self.training).view(-1, 8, 6, 6)
+
+
+class SplitLiteral(Base):
+    def __init__(self):
+        super().__init__()
+        self.c = nn.Conv2d(6, 6, 1)
+
+    def middle(self, y):
+        first, second = y.split([2, 6], 1)
+        return torch.cat([first, self.c(second)], 1)
+
+
+class SliceLiteral(Base):
+    def middle(self, y):
+        return torch.cat([y[:, :3] * 2, y[:, 3:]], 1)
+
+
+class Written(Base):
+    def middle(self, y):
+        y[:, 2:5] = torch.tanh(y[:, 2:5])
+        return y
+
+
+class ExpandLiteral(Base):
+    def middle(self, y):
+        return y * y.mean((2, 3)).view(-1, 8, 1, 1).expand(-1, 8, 6, 6)
+
+
+class ZerosLiteral(Base):
+    def middle(self, y):
+        return y + torch.full((8, 1, 1), 0.5, dtype=y.dtype)
+
+
+class Scaled(Base):
+    def middle(self, y):
+        return y / y.shape[1] ** 0.5
+
+
+class Asserted(Base):
+    def middle(self, y):
+        assert y.shape[1] == 8, y.shape
+        return y
+
+
+class Keywords(Base):
+    def middle(self, y, **flags):
+        return y.reshape(y.shape[0], 8, -1).reshape(y.shape)
+
+    def forward(self, x, **flags):
+        return self.b(self.middle(torch.sigmoid(self.a(x)), **flags))
+
+
+class Attribute(Base):
+    def __init__(self):
+        super().__init__()
+        self.width = 8
+
+    def middle(self, y):
+        return y.view(-1, self.width, 36).view(-1, self.width, 6, 6)
+
+
+class Item(Base):
+    def __init__(self):
+        super().__init__()
+        self.sizes = (8, 6, 6)
+
+    def middle(self, y):
+        return y.flatten(2).view(-1, *self.sizes)
+
+
+class Config(Base):
+    def __init__(self):
+        super().__init__()
+        self.config = types.SimpleNamespace(width=8)
+
+    def middle(self, y):
+        return y.reshape(-1, self.config.width, 6, 6)
+
+
+CODE = [ViewLiteral, SplitLiteral, SliceLiteral, Written, ExpandLiteral, ZerosLiteral, Scaled,
+        Asserted, Keywords]  # fmt: skip
+ATTRIBUTES = {Attribute: {"width": 4}, Item: {"sizes": (4, 6, 6)}, Config: {"config.width": 4}}
+
+
+@pytest.fixture(params=[*CODE, *ATTRIBUTES], ids=lambda kind: kind.__name__)
+def case(request):
+    model = awake(request.param())
+    plan = fxprune.plan(model, images(2))
+    return model, plan, plan.apply(model)
+
+
+def test_the_plan_tells_what_it_writes_anew(case):
+    model, plan, small = case
+    kind = type(model)
+    assert small.a.out_channels == 4
+    if kind in ATTRIBUTES:
+        assert plan.attributes == ATTRIBUTES[kind] and not plan.code
+        assert all(f"{name} becomes" in str(plan) for name in plan.attributes)
+    else:
+        assert "def forward(self, x" in plan.code[""].source and "new sizes" in str(plan)
+
+
+def test_it_runs_at_another_batch_size(case):
+    model, plan, small = case
+    assert difference(run(plan.mask(model), images(5)), run(small, images(5))) < 1e-9
+
+
+def test_it_trains(case):
+    _, _, small = case
+    small.train()
+    small(images(2)).square().mean().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in small.parameters())
+
+
+def test_it_is_saved_loaded_and_copied(case):
+    _, _, small = case
+    file = io.BytesIO()
+    torch.save(small, file)
+    file.seek(0)
+    for other in (torch.load(file, weights_only=False), copy.deepcopy(small)):
+        assert difference(run(small, images(3)), run(other, images(3))) == 0
+        assert other.state_dict().keys() == small.state_dict().keys()
+
+
+def test_it_exports(case):
+    _, _, small = case
+    exported = torch.export.export(small, (images(2),)).module()
+    with torch.no_grad():
+        assert torch.allclose(exported(images(2)), small(images(2)))
+
+
+def test_it_compiles(case):
+    _, _, small = case
+    torch.compiler.reset()
+    compiled = torch.compile(small, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.allclose(compiled(images(2)), small(images(2)))
+        assert torch.allclose(compiled(images(3)), small(images(3)))
+
+
+def test_it_is_one_graph_if_asked(case):
+    model, _, small = case
+    graph = fxprune.prune(model, images(2), as_graph=True)
+    assert isinstance(graph, torch.fx.GraphModule)
+    assert graph.state_dict().keys() == small.state_dict().keys()
+    for other in (graph, copy.deepcopy(graph)):
+        assert difference(run(small, images(4)), run(other, images(4))) < 1e-9
+    graph.train()
+    graph(images(2)).square().mean().backward()
+    assert all(p.grad is not None for p in graph.parameters())
+
+
+def test_it_is_pruned_again_after_training(case):
+    _, _, small = case
+    optimizer = torch.optim.SGD(small.parameters(), 0.1)
+    small(images(2)).square().mean().backward()
+    optimizer.step()
+    plan = fxprune.plan(small, images(2))
+    smaller = plan.apply(small)
+    assert smaller.a.out_channels < 4
+    assert difference(run(plan.mask(small), images(3)), run(smaller, images(3))) < 1e-9
+
+
+def test_a_graph_follows_the_training_flag():
+    graph = fxprune.prune(awake(ViewLiteral()), images(2), as_graph=True)
+    assert torch.equal(graph.eval()(images(2)), graph(images(2)))
+    assert not torch.equal(graph.train()(images(2)), graph(images(2)))
+
+
+def test_a_graph_and_inplace_are_not_asked_for_together():
+    with pytest.raises(fxprune.SettingError, match="as_graph"):
+        fxprune.prune(awake(Scaled()), images(2), as_graph=True, inplace=True)
