@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,10 @@ from .spec import Spec
 _NUMERIC = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod,
             operator.pow, operator.truediv, operator.neg)  # fmt: skip
 
+Runs = list[tuple[list[int], list[int]]]
+# What the first walk found of a call, question by question.
+Decisions = dict[fx.Node, list[Any]]
+
 
 class Algebra:
     """Walks a trace; subclasses give the words their meaning."""
@@ -41,6 +46,8 @@ class Algebra:
     def __init__(self, trace: Trace, *, attention: str = "heads") -> None:
         self.trace = trace
         self.attention = attention
+        self.decisions: Decisions = {}
+        self._asked: dict[fx.Node, int] = {}
         self.values: dict[fx.Node, Any] = {}
         self.modules = dict(trace.model.named_modules(remove_duplicate=False))
 
@@ -159,13 +166,15 @@ class Algebra:
 
     def member(self, call: Call, name: str) -> Named | None:
         """A parameter or buffer of the call's leaf module, or None where it has none."""
-        value = getattr(call.module, name, None)
+        path, _, key = name.rpartition(".")
+        owner = call.module.get_submodule(path) if path else call.module
+        value = getattr(owner, key, None)
         if not isinstance(value, Tensor):
             return None
         full = self.trace.names.get(id(value))
         if full is None:  # computed by a parametrization
             full = f"{call.path}.{name}"
-            if not parametrize.is_parametrized(call.module, name):
+            if not parametrize.is_parametrized(owner, key):
                 return None
         return Named(full, Spec(tuple(value.shape), value.dtype))
 
@@ -245,9 +254,7 @@ class Algebra:
         axes: list[Axis] = []
         for axis in x.axes:
             units, constant = run_on(axis, x, function, touched)
-            dims = varying(units) or self.narrow_dims(call, units)
-            if not dims and axis.units.numel() == units.numel() == units.dim() == 1:
-                dims = (0,)  # one slice is left, and one dimension it can lie on
+            dims = self.decide(call, partial(varying, units))
             if not dims:
                 if units.numel():
                     one = Axis((0,), units.reshape(-1)[:1])
@@ -275,7 +282,8 @@ class Algebra:
     def view(self, call: Call, x: Channels, shape: tuple[int, ...]) -> Channels:
         """The elements of ``x`` in the same order under another shape."""
         axes: list[Axis] = []
-        for old, new in reshape_groups(x.shape, shape):
+        runs = self.decide(call, lambda: reshape_groups(x.shape, shape))
+        for old, new in runs:
             inside = x.touching(old)
             if len(old) == len(new) == 1 and inside and len(inside[0].dims) == 1:
                 axes.append(replace(inside[0], dims=(new[0],)))
@@ -284,7 +292,7 @@ class Algebra:
                 continue
             spanning = [a for a in inside if not set(a.dims) <= set(old)]
             if spanning:
-                return self._view_whole(call, x, shape)
+                return self._view_whole(call, x, shape, runs)
             part = Channels(
                 tuple(x.shape[d] for d in old),
                 tuple(replace(a, dims=tuple(old.index(d) for d in a.dims)) for a in inside),
@@ -296,9 +304,8 @@ class Algebra:
             axes += [replace(a, dims=tuple(new[d] for d in a.dims)) for a in moved.axes]
         return Channels(shape, tuple(sorted(axes, key=lambda a: a.dims)), x.scalar)
 
-    def _view_whole(self, call: Call, x: Channels, shape: tuple[int, ...]) -> Channels:
-        groups = reshape_groups(x.shape, shape)
-        straight = {new[0]: old[0] for old, new in groups if len(old) == len(new) == 1}
+    def _view_whole(self, call: Call, x: Channels, shape: tuple[int, ...], runs: Runs) -> Channels:
+        straight = {new[0]: old[0] for old, new in runs if len(old) == len(new) == 1}
         touched = set(range(len(x.shape))) - set(straight.values())
 
         def function(t: Tensor) -> Tensor:
@@ -363,7 +370,9 @@ class Algebra:
         head), as ``attention`` says; where one operand has nothing along ``rest``, only the second
         is possible, and meeting it has tied the slices already.
         """
-        if any(all(x.shape[d] == 1 for d in rest) and x.touching(axis.dims) for x in operands):
+        if self.decide(call, lambda: any(
+            all(x.shape[d] == 1 for d in rest) and x.touching(axis.dims) for x in operands
+        )):  # fmt: skip
             return None
         if self.attention == "head_dim":
             self.hold(axis, rest)
@@ -449,9 +458,11 @@ class Algebra:
         """What a size expression of the code comes to."""
         return node.meta["spec"]
 
-    def narrow_dims(self, call: Call, units: Tensor) -> tuple[int, ...]:
-        """Where the axis of moved labels that do not vary lies, if it is one."""
-        return ()
+    def decide(self, call: Call, answer: Callable[[], Any]) -> Any:
+        """What the first walk answered for the call, question by question: at the new widths, sizes
+        of 1 could tell another story."""
+        self._asked[call.node] = at = self._asked.get(call.node, -1) + 1
+        return self.decisions[call.node][at]
 
     def result_shape(self, node: fx.Node) -> tuple[int, ...]:
         return node.meta["spec"].shape
@@ -538,6 +549,10 @@ class Algebra:
 
     def levelled(self, call: Call, x: Channels, y: Channels, dims: Iterable[int]) -> Channels:
         """``y``, a reduction of ``x`` over ``dims`` that leaves a constant map's constant."""
+        return y
+
+    def averaged(self, y: Channels, x: Channels) -> Channels:
+        """``y``, weighted means of slices of ``x`` along a dimension without channels."""
         return y
 
     def keep_rows(self, x: Channels, dim: int, item: Any) -> None:

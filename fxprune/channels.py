@@ -72,12 +72,13 @@ class Axis:
 
 @dataclass(frozen=True)
 class Channels:
-    """What is known of one tensor: its shape, its axes (no two on one dimension), and its one
-    value where it is a constant of one element."""
+    """What is known of one tensor: its shape, its axes (no two on one dimension), its one value
+    where it is a constant of one element, and the dimension along which it sums to one."""
 
     shape: tuple[int, ...]
     axes: tuple[Axis, ...] = ()
     scalar: float | None = None
+    weights: int | None = None
 
     def axis(self, dim: int) -> Axis | None:
         """The axis that covers ``dim`` (which may be negative), or None where it is rigid."""

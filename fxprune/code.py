@@ -10,6 +10,7 @@ import inspect
 import linecache
 import operator
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -57,14 +58,28 @@ class Code:
         return space["forward"]
 
 
-def rewritten_class(base: type, code: Code) -> type:
+@dataclass(frozen=True)
+class Borrowed:
+    """A forward of fxprune's own, for a layer whose class has none for its new widths."""
+
+    forward: Callable[..., Any]
+
+    @property
+    def source(self) -> str:
+        return inspect.getsource(self.forward)
+
+    def function(self) -> Any:
+        return self.forward
+
+
+def rewritten_class(base: type, code: Code | Borrowed) -> type:
     """A subclass of ``base``, under its name, that runs ``code``. It pickles and deep-copies."""
     base = vars(base).get("_fxprune_base", base)  # of a module rewritten before
     return _make_class(base, code)
 
 
 @cache
-def _make_class(base: Any, code: Code) -> type:
+def _make_class(base: Any, code: Code | Borrowed) -> type:
     def __reduce_ex__(self: Any, protocol: int) -> Any:
         return _restore, (base, code), self.__dict__
 
@@ -79,7 +94,7 @@ def _make_class(base: Any, code: Code) -> type:
     return type(base.__name__, (base,), space)
 
 
-def _restore(base: type, code: Code) -> Any:
+def _restore(base: type, code: Code | Borrowed) -> Any:
     cls = rewritten_class(base, code)
     return object.__new__(cls)
 

@@ -62,6 +62,7 @@ class Constants(Algebra):
         self._sources = {(s.name, s.view, s.dims): s for s in relations.sources}
         self._makers = {s.name: s for s in relations.sources if s.role == "out"}
         self._before = relations.values
+        self.decisions = relations.decisions
         self._classes = torch.from_numpy(relations.classes)
         self._removed = torch.from_numpy(removed[relations.classes])  # by label
         self._silent = torch.from_numpy(silent[relations.classes])
@@ -234,6 +235,13 @@ class Constants(Algebra):
     def levelled(self, call: Call, x: Channels, y: Channels, dims: Iterable[int]) -> Channels:
         before = {id(a.units): a.constant for a in x.axes if not a.border}
         axes = (replace(a, constant=before.get(id(a.units), a.constant)) for a in y.axes)
+        return replace(y, axes=tuple(axes))
+
+    def averaged(self, y: Channels, x: Channels) -> Channels:
+        axes = []
+        for axis in y.axes:
+            same = [o for o in x.axes if o.dims == axis.dims and not o.border]
+            axes.append(replace(axis, constant=same[0].constant) if same else axis)
         return replace(y, axes=tuple(axes))
 
     def forget(self, value: Any) -> Any:

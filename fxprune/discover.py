@@ -7,7 +7,7 @@ joins are kept as arrays and solved at once (connected components), so no loop r
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import fx, nn
 
-from .algebra import Algebra
+from .algebra import Algebra, Decisions
 from .call import Call, Named, Roles, leaves
 from .channels import FROZEN, Axis, Channels, SourceAxis, distinct, varying
 from .recorder import Trace
@@ -69,6 +69,7 @@ class Relations:
     meetings: dict[fx.Node, list[tuple[np.ndarray, np.ndarray]]]
     arrivals: dict[int, torch.Tensor]  # first label of an axis -> labels of what it met first
     values: dict = field(repr=False, default_factory=dict)
+    decisions: Decisions = field(repr=False, default_factory=dict)
 
     def of(self, axis: SourceAxis) -> np.ndarray:
         """The unit class of each slice of a parameter axis, in the shape of its dimensions."""
@@ -130,6 +131,10 @@ class Discover(Algebra):
                 self.rectangle(result, None)
             axes.append(result)
         return Channels(view, tuple(axes))
+
+    def decide(self, call: Call, answer: Callable[[], Any]) -> Any:
+        self.decisions.setdefault(call.node, []).append(answer())
+        return self.decisions[call.node][-1]
 
     def blank(self, call: Call, value: float | None) -> Channels:
         axes = []
@@ -256,6 +261,7 @@ class Discover(Algebra):
             self.meetings,
             self.arrivals,
             self.values,
+            self.decisions,
         )
 
     def _solve(self) -> tuple[np.ndarray, np.ndarray]:

@@ -13,6 +13,7 @@ from . import registry
 from .channels import SourceAxis
 from .constants import Constants, Read
 from .layout import view_dims
+from .replay import tensor_names
 
 
 @dataclass
@@ -170,18 +171,18 @@ def _sink(constants: Constants, read: Read, model: nn.Module):
             path, _, attribute = str(argument.target).rpartition(".")
             return path, attribute, str(argument.target), 1.0
         return None if argument is not None else _absorbing_norm(constants, call)
-    owner = constants.modules[call.path]
     weight = next(
-        key for key in [*owner._parameters, *getattr(owner, "parametrizations", ())]
+        key for key in tensor_names(call.module)
         if (m := constants.member(call, key)) is not None and m.name == read.axis.name
     )  # fmt: skip
-    attribute = weight.replace("weight", "bias")
-    bias = constants.member(call, attribute)
+    name = weight.replace("weight", "bias")
+    path, _, attribute = f"{call.path}.{name}".rpartition(".")  # of the layer or a part of it
+    bias = constants.member(call, name)
     if bias is not None:
-        return call.path, attribute, bias.name, 1.0
-    if not hasattr(owner, attribute):
+        return path, attribute, bias.name, 1.0
+    if not hasattr(constants.modules[path], attribute):
         return None
-    return _absorbing_norm(constants, call) or (call.path, attribute, "", 1.0)
+    return _absorbing_norm(constants, call) or (path, attribute, "", 1.0)
 
 
 def _raw_argument(node: fx.Node, position: int, name: str) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import fusions, groups, importance, kept
 from .channels import SourceAxis
 from .check import check_model
-from .code import CannotRewrite, Code, rewrite
+from .code import Borrowed, CannotRewrite, Code, rewrite
 from .constants import Constants
 from .discover import Discover, Relations
 from .errors import PruningWarning
@@ -356,7 +356,7 @@ class Planner:
                 for name, value in self.attributes.items()
                 if name.rpartition(".")[0] not in replay.module_sizes  # a layer's own
             },
-            code=self.code,
+            code=self.code | {path: Borrowed(f) for path, f in replay.forwards.items()},
             _trace=self.trace,
             _relations=self.relations,
             _removed=self.removed,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import masks, report, rewrite
 from .channels import SourceAxis
-from .code import Code
+from .code import Borrowed, Code
 from .constants import Constants
 from .discover import Relations
 from .fold import Folds, folds
@@ -87,7 +87,7 @@ class PruningPlan:
     settings: Settings
     notes: list[tuple[str, str]]
     attributes: dict[str, Any]
-    code: dict[str, Code]
+    code: dict[str, Code | Borrowed]
     _trace: Trace = field(repr=False)
     _relations: Relations = field(repr=False)
     _removed: np.ndarray = field(repr=False)  # by unit class; carriers are among them

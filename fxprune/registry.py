@@ -38,6 +38,8 @@ class Pattern:
         bias: where a constant added to the output can go: True for the module's bias beside its
             weight, ``(position, name)`` of the argument for a function.
         refresh: called on a module after its tensors have changed.
+        forward: a forward for widths that the class's own cannot express, which ``attributes``
+            then gives as ``"forward"``; modules that have it follow the same rule.
         product: the result is 0 wherever an operand is.
     """
 
@@ -49,6 +51,7 @@ class Pattern:
     absorb: str | None = None
     bias: Any = None
     refresh: Callable[[nn.Module], None] | None = None
+    forward: Callable[..., Any] | None = None
     product: bool = False
     source: str = field(default="", compare=False)
 
@@ -123,7 +126,9 @@ def for_module(instance: nn.Module) -> Pattern | None:
     forward = type(instance).forward
     for cls in type(instance).__mro__:
         if cls in _modules:
-            return _modules[cls] if getattr(cls, "forward", None) is forward else None
+            pattern = _modules[cls]
+            known = (getattr(cls, "forward", None), pattern.forward)
+            return pattern if forward in known else None
     return None
 
 

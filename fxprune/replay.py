@@ -8,13 +8,13 @@ code has to compute, and those that it will compute, come out.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from . import sizes
 from .algebra import Algebra, computed_by_hook
@@ -24,6 +24,7 @@ from .discover import Relations
 from .faults import Fault, WrongAnswer, WrongOrder, WrongSize
 from .layout import view_dims
 from .recorder import Trace
+from .running import read_attribute
 from .spec import Spec
 
 _MANY = 2**31  # more than there are labels: two of them make one number
@@ -112,11 +113,13 @@ class Replay(Algebra):
         self._orders = orders or {}
         self._straighten = straighten
         self.before = relations.values
+        self.decisions = relations.decisions
         self.attributes = attributes or {}
         self.faults: list[Fault] = []
         self.indices: dict[str, Tensor] = {}  # index buffers, rewritten
         self.order: dict[int, Tensor] = {}  # label of an axis -> kept positions in it, in order
         self.module_sizes: dict[str, dict[str, Any]] = {}
+        self.forwards: dict[str, Callable[..., Any]] = {}  # of modules that need another
         self.calls: dict[fx.Node, tuple[Any, Any]] = {}  # of calls that count channels
         self._counted = {note.node for note in relations.approximate}
         self._pinned: set[int] = set()
@@ -318,19 +321,6 @@ class Replay(Algebra):
         visit(node)
         return torch.cat(units).numpy() if units else np.zeros(0, dtype=np.int64)
 
-    def narrow_dims(self, call: Call, units: Tensor) -> tuple[int, ...]:
-        """An axis of which one slice is left lies where it lay."""
-        before = self.before.get(call.node)
-        if units.numel() == 0:
-            return ()
-        unit = self._classes[units.reshape(-1)[0]]
-        for x in before if isinstance(before, (tuple, list)) else [before]:
-            for axis in getattr(x, "axes", ()):
-                fits = all(d < units.dim() and units.size(d) == 1 for d in axis.dims)
-                if fits and bool((self._classes[axis.units] == unit).any()):
-                    return axis.dims
-        return ()
-
     # -- meanings -------------------------------------------------------------------------------
 
     def apply(self, call: Call) -> Any:
@@ -394,7 +384,7 @@ class Replay(Algebra):
         if computed_by_hook(call.module):
             return  # left whole
         views = {}
-        for name in [*call.module._parameters, *call.module._buffers, *_parametrized(call.module)]:
+        for name in tensor_names(call.module):
             value = self.member(call, name)
             if value is not None and value.name in self._by_name:
                 views[name] = self.view_shape(value.name)
@@ -405,8 +395,15 @@ class Replay(Algebra):
         first = call.inputs[0] if call.inputs else None
         shape = first.shape if isinstance(first, Channels) else ()
         found = pattern.attributes(call.module, NewSizes(self, call.node, views, shape))
-        changed = {k: v for k, v in found.items() if getattr(call.module, k) != v}
-        known = self.module_sizes.setdefault(call.path, changed)
+        forward = found.pop("forward", None)
+        if forward is not None and type(call.module).forward is not forward:
+            self.forwards[call.path] = forward
+        changed: dict[str, dict[str, Any]] = {call.path: {}}
+        for name, value in found.items():
+            path, _, key = f"{call.path}.{name}".rpartition(".")  # of a part of the layer, too
+            if read_attribute(call.module, name) != value:
+                changed.setdefault(path, {})[key] = value
+        known = {path: self.module_sizes.setdefault(path, keys) for path, keys in changed.items()}
         if known != changed:
             units = torch.cat([a.units.reshape(-1) for x in call.inputs if isinstance(x, Channels)
                                for a in x.axes] or [torch.zeros(0, dtype=torch.int64)])  # fmt: skip
@@ -539,8 +536,11 @@ def _matching(labels: Tensor, wanted: Tensor) -> Tensor:
     return result
 
 
-def _parametrized(module: Any) -> list[str]:
-    return list(getattr(module, "parametrizations", ()))
+def tensor_names(module: nn.Module) -> list[str]:
+    """Parameters and buffers of a leaf module and its parts; parametrized ones by their name."""
+    inside = [*(n for n, _ in module.named_parameters()), *(n for n, _ in module.named_buffers())]
+    own = [*module._parameters, *module._buffers, *getattr(module, "parametrizations", ())]
+    return list(dict.fromkeys([*own, *(n for n in inside if "parametrizations." not in n)]))
 
 
 def same_sizes(computed: Any, needed: Any) -> bool:

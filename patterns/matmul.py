@@ -13,7 +13,10 @@ def matmul(a, call):
     x, y = a.channels(call.inputs[0]), a.channels(call.inputs[1])
     if call.pattern.name == "rmatmul":
         x, y = y, x
-    return product(a, call, x, y)
+    z = product(a, call, x, y)
+    if len(x.shape) == len(y.shape) and x.weights == len(x.shape) - 1:
+        z = a.averaged(z, y)  # as attention does
+    return z
 
 
 def product(a, call, x, y):
@@ -101,30 +104,3 @@ def outer(a, call):
 @op("bilinear")
 def bilinear(a, call):
     return a.unknown(call)
-
-
-def same_scale(call, new):
-    """The default scale reads the width of a head: it stays what it was."""
-    width = call.node.args[0].meta["spec"].shape[-1]
-    if call.channels().shape[-1] == width or call.kwargs.get("scale") is not None:
-        return {}
-    return {(6, "scale"): width**-0.5}
-
-
-@op("scaled_dot_product_attention", resize=same_scale)
-def attention(a, call):
-    """softmax(q kᵀ) v: q and k share their head dimension's units, all of them share heads."""
-    q, k, v = (a.channels(value) for value in call.inputs[:3])
-    if call.kwargs.get("enable_gqa"):
-        return a.unknown(call)
-    rank = len(q.shape)
-    scores = product(a, call, q, turned(k, rank))
-    masks = [a.channels(value) for value in call.inputs[3:]]
-    scores = a.meet(call, [scores, *masks], None, scores.shape)
-    scores = a.freeze_dims(scores, [rank - 1], "softmax mixes them", call)
-    return product(a, call, scores, v)
-
-
-def turned(x, rank):
-    order = {d: d for d in range(rank - 2)} | {rank - 2: rank - 1, rank - 1: rank - 2}
-    return remap(x, order, (*x.shape[:-2], x.shape[-1], x.shape[-2]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -68,12 +70,16 @@ def across(a, call):
     return across_dim(a, call, call.arg(1, "dim", -1))
 
 
+SUM_TO_ONE = ("softmax", "Softmax", "Softmax2d", "gumbel_softmax")
+
+
 def across_dim(a, call, dim):
     x = call.channels()
     if not isinstance(dim, int):
         return a.unknown(call)
-    rest = a.freeze_dims(x, [dim % len(x.shape)], f"{call.pattern.name} mixes its channels", call)
-    return a.forget(rest)
+    dim %= len(x.shape)
+    rest = a.forget(a.freeze_dims(x, [dim], f"{call.pattern.name} mixes its channels", call))
+    return replace(rest, weights=dim if call.pattern.name in SUM_TO_ONE else None)
 
 
 @module(nn.Softmax, nn.LogSoftmax, nn.Softmin)

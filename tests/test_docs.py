@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -18,3 +19,39 @@ def blocks(page: Path) -> str:
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
 def test_code_blocks_run(page):
     exec(compile(blocks(page), str(page), "exec"), {})
+
+
+# Calls that take a reason, and variables that hold one.
+TAKE_REASONS = ("freeze", "freeze_all", "freeze_dims", "unknown", "CannotRewrite", "Mismatch")
+
+
+def words(node: ast.expr) -> str:
+    """A string or f-string as text, with … for what is filled in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(words(part) or "…" for part in node.values)
+    return ""
+
+
+def reasons() -> set[str]:
+    found: set[str] = set()
+    for file in [*ROOT.glob("fxprune/*.py"), *ROOT.glob("patterns/*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                if name in TAKE_REASONS:
+                    found |= {words(a) for a in [*node.args, *(k.value for k in node.keywords)]}
+            elif isinstance(node, ast.Assign) and any(
+                getattr(t, "attr", getattr(t, "id", "")) in ("reason", "frozen")
+                for t in node.targets
+            ):
+                found.add(words(node.value))
+    return {text for text in found if text.count(" ") > 1 and text != "…, and …"}
+
+
+def test_every_reason_to_leave_a_layer_whole_is_explained():
+    page = " ".join((ROOT / "docs/why-not-pruned.md").read_text().split())
+    assert len(reasons()) > 30
+    missing = {r for r in reasons() if not all(part.strip() in page for part in r.split("…"))}
+    assert not missing

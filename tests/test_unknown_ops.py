@@ -57,16 +57,3 @@ def test_what_mixes_channels_is_left_whole_and_named(name):
     reason = dict(plan.skipped)["a"]
     assert small.a.out_features == 8
     assert name.lower() in reason.lower() or "no pattern" in reason, reason
-
-
-def test_multihead_attention_is_left_whole_and_the_layers_around_it_shrink():
-    def forward(s, x):
-        y = s.inp(x)
-        y = y + s.attention(y, y, y)[0]
-        return s.out(torch.relu(s.mid(y)))
-
-    net = Net(forward, inp=nn.Linear(6, 8), attention=nn.MultiheadAttention(8, 2, batch_first=True),
-              mid=nn.Linear(8, 12), out=nn.Linear(12, 3))  # fmt: skip
-    plan, small = check(net, torch.randn(2, 5, 6, dtype=torch.float64))
-    assert small.mid.out_features == 6 and small.inp.out_features == 8
-    assert "multi_head_attention" in dict(plan.skipped)["inp"]
