@@ -207,23 +207,24 @@ class Algebra:
 
     def _meet_axis(self, call, operands, dims, shape, function):
         sizes = [shape[d] for d in dims]
-        laid = []
+        laid, wide = [], []
         for x in operands:
             for axis in x.touching(dims):
                 if axis.dims == dims and list(axis.units.shape) == sizes:
                     laid.append(axis)
                 else:
-                    laid.append(Axis(dims, axis.over(dims).expand(sizes)))
+                    self.spread(axis)
+                    wide.append(Axis(dims, axis.over(dims).expand(sizes)))
         # A parameter's own axis follows the order of what it meets.
-        laid.sort(key=lambda axis: (axis.blank, axis.source is not None))
+        laid = sorted(laid, key=lambda axis: (axis.blank, axis.source is not None)) + wide
         first = laid[0]
         for other in laid[1:]:
             self.join(first, other, call)
-        wide = [d for d in dims if shape[d] > 1]
+        long = [d for d in dims if shape[d] > 1]
         for x in operands:
             if not x.touching(dims):
-                stiff = [d for d in wide if x.shape[d] > 1]
-                if wide and stiff == wide:
+                stiff = [d for d in long if x.shape[d] > 1]
+                if long and stiff == long:
                     self.freeze(first, f"it meets a tensor of fixed width in {call.name}", call)
                     return None
                 elif stiff:
@@ -495,6 +496,9 @@ class Algebra:
 
     def hold(self, axis: Axis, dims: Iterable[int]) -> None:
         """Along ``dims`` of a cut axis nothing goes as a whole: each slice loses equally many."""
+
+    def spread(self, axis: Axis) -> None:
+        """The axis meets one over more dimensions: each slice of it meets many."""
 
     def rectangle(self, axis: Axis, call: Call) -> None:
         """What is kept of an axis over several dimensions has to be a rectangle."""

@@ -7,7 +7,7 @@ joins are kept as arrays and solved at once (connected components), so no loop r
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -76,9 +76,29 @@ class Relations:
         return self.classes[axis.first : axis.first + axis.size].reshape(axis.shape)
 
 
+def discover(trace: Trace, *, attention: str = "heads") -> Relations:
+    """Which slices hang together in a recorded run."""
+    rigid: set[str] = set()
+    while True:
+        walk = Discover(trace, attention=attention, rigid=rigid)
+        walk.run()
+        relations = walk.relations()
+        more = walk.shared_in_vain(relations) - rigid
+        if not more:
+            return relations
+        rigid |= more
+
+
 class Discover(Algebra):
-    def __init__(self, trace: Trace, *, attention: str = "heads") -> None:
+    """Args:
+    rigid: names of parameters and buffers that stay as they are.
+    """
+
+    def __init__(
+        self, trace: Trace, *, attention: str = "heads", rigid: Container[str] = ()
+    ) -> None:
         super().__init__(trace, attention=attention)
+        self._rigid = rigid
         self.sources: list[SourceAxis] = []
         self._by_key: dict[tuple, SourceAxis] = {}
         self._views: dict[str, tuple] = {}
@@ -89,6 +109,7 @@ class Discover(Algebra):
         self._couplings: list[tuple[np.ndarray, np.ndarray, str]] = []
         self._rectangles: dict[int, Rectangle] = {}
         self._alive: list[torch.Tensor] = []
+        self._spread: list[np.ndarray] = []
         self.frozen: list[Note] = []
         self.counted: list[Note] = []
         self.arrivals: dict[int, torch.Tensor] = {}
@@ -108,7 +129,7 @@ class Discover(Algebra):
     def source(self, value: Named, roles: Roles, view: tuple[int, ...] | None) -> Channels:
         shape = value.spec.shape
         view = shape if view is None else view
-        if not value.spec.dtype.is_floating_point:
+        if not value.spec.dtype.is_floating_point or value.name in self._rigid:
             return Channels(view)
         axes = []
         for role, dims in roles.items():
@@ -222,6 +243,9 @@ class Discover(Algebra):
             where = call.name if call else (axis.source.name if axis.source else "")
             self._rectangles[id(axis.units)] = Rectangle(axis.units, set(), where)
 
+    def spread(self, axis: Axis) -> None:
+        self._spread.append(axis.units.reshape(-1).numpy())
+
     def hold(self, axis: Axis, dims: Iterable[int]) -> None:
         held = {i for i, d in enumerate(axis.dims) if d in set(dims)}
         if id(axis.units) not in self._rectangles:
@@ -297,6 +321,21 @@ class Discover(Algebra):
         left = np.concatenate([link[:-1] for link in links] or [np.zeros(0, dtype=np.int64)])
         right = np.concatenate([link[1:] for link in links] or [np.zeros(0, dtype=np.int64)])
         return components_of(left, right, len(made))
+
+    def shared_in_vain(self, relations: Relations) -> set[str]:
+        """Tensors that are the same for every head (a norm's weight, a rotary table), where that
+        makes one unit of all heads: better they stay, and heads can go."""
+        made = {s.name for s in self.sources if s.role == "out"}
+        found: set[str] = set()
+        for rectangle in self._rectangles.values():
+            classes = distinct(relations.classes[rectangle.units.numpy()])
+            if len(classes) > 1 or classes[0] == 0 or len(varying(rectangle.units)) < 2:
+                continue
+            for labels in self._spread:
+                if (relations.classes[labels] == classes[0]).any():
+                    owners = distinct(self._owners(labels))
+                    found |= {self.sources[i].name for i in owners if i >= 0}
+        return found - made
 
     def _is_stuck(self, rectangle: Rectangle, classes: np.ndarray) -> bool:
         """Whether units lie along held dimensions only: none can go, and some could till now."""

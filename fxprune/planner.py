@@ -15,7 +15,7 @@ from .channels import SourceAxis
 from .check import check_model
 from .code import Borrowed, CannotRewrite, Code, rewrite
 from .constants import Constants
-from .discover import Discover, Relations
+from .discover import Relations, discover
 from .errors import PruningWarning
 from .faults import Fault
 from .fold import folds
@@ -65,10 +65,7 @@ def plan(
     check_model(model, example_input)
     check_names(model, settings)
     trace = record(model, example_input)
-    discover = Discover(trace, attention=attention)
-    discover.run()
-    relations = discover.relations()
-    return Planner(trace, relations, settings).plan()
+    return Planner(trace, discover(trace, attention=attention), settings).plan()
 
 
 class Planner:

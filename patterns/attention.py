@@ -25,9 +25,17 @@ def attention(a, call):
     """q and k share their head dimension's units, all of them share heads."""
     q, k, v = (a.channels(value) for value in call.inputs[:3])
     if call.kwargs.get("enable_gqa"):
-        return a.unknown(call)
+        k, v = (repeated(a, call, x, i) for i, x in ((1, k), (2, v)))
     masks = [a.channels(value) for value in call.inputs[3:]]
     return mix(a, call, q, k, v, masks)
+
+
+def repeated(a, call, x, position):
+    """Heads of keys or values, each as often as queries share it."""
+    heads, own = (call.node.args[i].meta["spec"].shape[-3] for i in (0, position))
+    at, times = len(x.shape) - 3, heads // own
+    shape = (*x.shape[:at], x.shape[at] * times, *x.shape[at + 1 :])
+    return a.move(call, x, lambda t: t.repeat_interleave(times, at), shape, touched=[at])
 
 
 def mix(a, call, q, k, v, masks=()):

@@ -100,7 +100,10 @@ def layer(a, call, x, normalised, weight, bias):
     rank, over = len(x.shape), len(normalised)
     dims = list(range(rank - over, rank))
     for axis in x.touching(dims):
-        a.approximate(axis, call)
+        if set(axis.dims) <= set(dims):
+            a.approximate(axis, call)
+        else:  # every head by itself
+            x = a.freeze_dims(x, dims, "", call)
     roles = {"weight": "scale", "bias": "shift"}
     given = {}
     for key, value in (("weight", weight), ("bias", bias)):

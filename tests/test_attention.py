@@ -1,0 +1,431 @@
+"""Attention in the ways people write it: heads or slices of every head go, with no hint."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxprune
+
+from .oracle import awake, check, difference, run
+from .test_constructs import Net
+
+HOW = ["heads", "head_dim"]
+
+
+def tokens(n=7, c=6, batch=2, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, n, c, dtype=torch.float64, generator=generator)
+
+
+def pruned_units(plan, name):
+    group = next(g for g in plan.groups if g.name == name)
+    return group.width, len(group.removed), group.frozen
+
+
+# -- written by hand ----------------------------------------------------------------------------
+
+
+def sdpa(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def by_matmul(q, k, v):
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+    return scores.softmax(dim=-1) @ v
+
+
+def by_einsum(q, k, v):
+    scores = torch.einsum("bhid,bhjd->bhij", q, k) / math.sqrt(q.shape[-1])
+    return torch.einsum("bhij,bhjd->bhid", F.softmax(scores, -1), v)
+
+
+FUSED = {
+    "reshape 3 h d": lambda y, b, n, h: y.reshape(b, n, 3, h, -1).permute(2, 0, 3, 1, 4).unbind(0),
+    "view h 3 d": lambda y, b, n, h: y.view(b, n, h, 3, -1).permute(3, 0, 2, 1, 4).unbind(0),
+    "chunk": lambda y, b, n, h: [t.view(b, n, h, -1).transpose(1, 2) for t in y.chunk(3, -1)],
+    "split": lambda y, b, n, h: [
+        t.view(b, n, h, t.shape[-1] // h).transpose(1, 2) for t in y.split(y.shape[-1] // 3, dim=-1)
+    ],
+    "index": lambda y, b, n, h: [
+        y.reshape(b, n, 3, h, -1).transpose(1, 3)[:, :, i] for i in range(3)
+    ],
+    "heads then chunk": lambda y, b, n, h: y.view(b, n, h, -1).transpose(1, 2).chunk(3, -1),
+}  # fmt: skip
+
+
+def fused_net(form, mix):
+    def forward(s, x):
+        y = F.silu(s.inp(x))
+        b, n, c = y.shape
+        q, k, v = FUSED[form](s.qkv(y), b, n, s.heads)
+        return s.out(y + s.proj(mix(q, k, v).transpose(1, 2).reshape(b, n, -1)))
+
+    net = Net(forward, inp=nn.Linear(6, 16), qkv=nn.Linear(16, 48), proj=nn.Linear(16, 16),
+              out=nn.Linear(16, 3))  # fmt: skip
+    net.heads = 4
+    return net
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("mix", [sdpa, by_matmul, by_einsum], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("form", FUSED)
+def test_26_fused_qkv_in_six_forms(form, mix, how):
+    plan, small = check(fused_net(form, mix), tokens(), attention=how)
+    assert small.inp.out_features == 8 and small.qkv.out_features == 24
+    assert small.heads == (2 if how == "heads" else 4)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("mix", [sdpa, by_matmul], ids=lambda f: f.__name__)
+def test_27_separate_projections(mix, how):
+    def forward(s, x):
+        b, n, _ = x.shape
+        q, k, v = (layer(x).view(b, n, s.heads, -1).transpose(1, 2) for layer in (s.q, s.k, s.v))
+        return s.out(mix(q, k, v).transpose(1, 2).flatten(2))
+
+    net = Net(forward, q=nn.Linear(6, 16), k=nn.Linear(6, 16), v=nn.Linear(6, 24),
+              out=nn.Linear(24, 3))  # fmt: skip
+    net.heads = 4
+    plan, small = check(net, tokens(), attention=how)
+    assert (small.q.out_features, small.v.out_features) == (8, 12)
+
+
+GROUPED = {
+    "expand": lambda k, r: k[:, :, None].expand(-1, -1, r, -1, -1).flatten(1, 2),
+    "expand reshape": lambda k, r: k[:, :, None].expand(
+        k.shape[0], k.shape[1], r, k.shape[2], k.shape[3]
+    ).reshape(k.shape[0], k.shape[1] * r, k.shape[2], k.shape[3]),
+    "repeat_interleave": lambda k, r: k.repeat_interleave(r, dim=1),
+}  # fmt: skip
+
+
+def grouped_net(repeat, mix=sdpa):
+    def forward(s, x):
+        b, n, _ = x.shape
+        q = s.q(x).view(b, n, s.heads, s.dim).transpose(1, 2)
+        k, v = (layer(x).view(b, n, s.kv, s.dim).transpose(1, 2) for layer in (s.k, s.v))
+        k, v = (repeat(t, s.heads // s.kv) for t in (k, v))
+        return s.out(mix(q, k, v).transpose(1, 2).reshape(b, n, -1))
+
+    net = Net(forward, q=nn.Linear(6, 16), k=nn.Linear(6, 8), v=nn.Linear(6, 8),
+              out=nn.Linear(16, 3))  # fmt: skip
+    net.heads, net.kv, net.dim = 4, 2, 4
+    return net
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("repeat", GROUPED)
+def test_28_query_groups(repeat, how):
+    plan, small = check(grouped_net(GROUPED[repeat]), tokens(), attention=how)
+    assert (small.q.out_features, small.k.out_features, small.v.out_features) == (8, 4, 4)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_28_query_groups_inside_the_attention_call(how):
+    def mix(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    plan, small = check(grouped_net(lambda k, r: k, mix), tokens(), attention=how)
+    assert (small.q.out_features, small.k.out_features, small.v.out_features) == (8, 4, 4)
+
+
+class RMS(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n))
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def rotate(x, cos, sin, form):
+    if form == "halves":
+        a, b = x.chunk(2, -1)
+        return x * cos + torch.cat([-b, a], -1) * sin
+    if form == "slices":
+        half = x.shape[-1] // 2
+        return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+    pairs = torch.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
+    return x * cos + pairs * sin
+
+
+@pytest.mark.parametrize("form", ["halves", "slices", "interleaved"])
+@pytest.mark.parametrize("norm", [nn.RMSNorm, RMS, nn.LayerNorm], ids=lambda n: n.__name__)
+def test_29_normalised_queries_and_rotary_embeddings(norm, form):
+    def forward(s, x):
+        b, n, _ = x.shape
+        q, k, v = s.qkv(x).view(b, n, 3, s.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = (rotate(f(t), s.cos, s.sin, form) for f, t in ((s.qn, q), (s.kn, k)))
+        return s.out(sdpa(q, k, v).transpose(1, 2).flatten(2))
+
+    angles = torch.arange(7).double()[:, None] * torch.tensor([1.0, 0.1]).double()
+    angles = torch.cat([angles, angles], -1) if form != "interleaved" else (
+        angles.repeat_interleave(2, -1))  # fmt: skip
+    net = Net(forward, qkv=nn.Linear(6, 48), qn=norm(4), kn=norm(4), out=nn.Linear(16, 3),
+              cos=angles.cos(), sin=angles.sin())  # fmt: skip
+    net.heads = 4
+    plan, small = check(net, tokens())
+    assert pruned_units(plan, "qkv") == (4, 2, None) and small.heads == 2
+
+
+@pytest.mark.parametrize("bias", ["alibi", "table", "mask", "sink"])
+def test_29_biases_of_the_scores(bias):
+    def forward(s, x):
+        b, n, _ = x.shape
+        q, k, v = s.qkv(x).view(b, n, 3, s.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = q @ k.transpose(-2, -1)
+        if bias == "alibi":
+            scores = scores + s.slopes.view(1, -1, 1, 1) * s.distance
+        elif bias == "table":
+            table = s.table[s.index.view(-1)].view(n, n, -1).permute(2, 0, 1)
+            scores = scores + table.unsqueeze(0)
+        elif bias == "mask":
+            scores = scores.masked_fill(s.mask == 0, float("-inf"))
+        if bias == "sink":
+            sink = s.sink.reshape(1, -1, 1, 1).expand(b, -1, n, 1)
+            w = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+        else:
+            w = scores.softmax(-1)
+        return s.out((w @ v).transpose(1, 2).reshape(b, n, -1))
+
+    place = torch.arange(7)
+    net = Net(
+        forward, qkv=nn.Linear(6, 48), out=nn.Linear(16, 3), slopes=torch.rand(4).double(),
+        distance=(place[:, None] - place).abs().double(), index=(place[:, None] - place) % 9,
+        table=nn.Parameter(torch.randn(9, 4)), mask=torch.tril(torch.ones(7, 7)),
+        sink=nn.Parameter(torch.randn(4)),
+    )  # fmt: skip
+    net.heads = 4
+    plan, small = check(net, tokens())
+    assert pruned_units(plan, "qkv") == (4, 2, None)
+
+
+class Window(nn.Module):
+    """Windowed attention, shifted, as in Swin."""
+
+    def __init__(self, c=16, heads=4, side=2, shift=1):
+        super().__init__()
+        self.inp, self.qkv, self.proj = nn.Conv2d(3, c, 1), nn.Linear(c, 3 * c), nn.Linear(c, c)
+        self.out, self.heads, self.side, self.shift = nn.Conv2d(c, 3, 1), heads, side, shift
+        self.table = nn.Parameter(torch.randn((2 * side - 1) ** 2, heads))
+        self.register_buffer("index", torch.arange(side**4).view(side**2, -1) % len(self.table))
+
+    def forward(self, x):
+        y = torch.sigmoid(self.inp(x)).permute(0, 2, 3, 1)
+        b, h, w, c = y.shape
+        n = self.side
+        y = torch.roll(y, shifts=(-self.shift, -self.shift), dims=(1, 2))
+        z = y.view(b, h // n, n, w // n, n, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, n * n, c)
+        qkv = self.qkv(z).reshape(z.size(0), n * n, 3, self.heads, c // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        q = q * (c // self.heads) ** -0.5
+        bias = self.table[self.index.view(-1)].view(n * n, n * n, -1).permute(2, 0, 1)
+        a = F.softmax(q.matmul(k.transpose(-2, -1)) + bias.unsqueeze(0), dim=-1)
+        z = self.proj(a.matmul(v).transpose(1, 2).reshape(z.size(0), n * n, c))
+        z = z.view(b, h // n, w // n, n, n, c).permute(0, 1, 3, 2, 4, 5).reshape(b, h, w, c)
+        return self.out((y + torch.roll(z, (self.shift, self.shift), (1, 2))).permute(0, 3, 1, 2))
+
+
+def test_29_windows_that_are_shifted():
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    plan, small = check(Window(), x)
+    assert small.inp.out_channels == 8
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_29_linear_attention(how):
+    """No softmax over positions: a kernel of features of each head."""
+
+    def forward(s, x):
+        b, n, _ = x.shape
+        q, k, v = s.qkv(x).view(b, n, 3, s.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        context = k.transpose(-2, -1) @ v
+        y = q @ context / (q * k.sum(2, keepdim=True)).sum(-1, keepdim=True)
+        return s.out(y.transpose(1, 2).reshape(b, n, -1))
+
+    net = Net(forward, qkv=nn.Linear(6, 48), out=nn.Linear(16, 3))
+    net.heads = 4
+    check(net, tokens(), attention=how, shrinks=how == "heads")
+
+
+class ViT(nn.Module):
+    def __init__(self, c=16, heads=4, depth=2):
+        super().__init__()
+        self.patch = nn.Conv2d(3, c, 2, 2)
+        self.cls, self.pos = (nn.Parameter(torch.randn(1, n, c)) for n in (1, 5))
+        layer = nn.TransformerEncoderLayer(c, heads, 2 * c, batch_first=True, norm_first=True)
+        self.blocks = nn.ModuleList([copy.deepcopy(layer) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(c), nn.Linear(c, 5)
+
+    def forward(self, x):
+        y = self.patch(x).flatten(2).transpose(1, 2)
+        y = torch.cat([self.cls.expand(y.shape[0], -1, -1), y], 1) + self.pos
+        for block in self.blocks:
+            y = block(y)
+        return self.head(self.norm(y)[:, 0])
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_31_vision_transformers_shrink_through_their_residual_stream(how):
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    plan, small = check(ViT(), x, attention=how)
+    assert small.pos.shape[-1] == small.cls.shape[-1] == small.head.in_features == 8
+    stream = next(g for g in plan.groups if ("pos", 2) in g.members)
+    assert stream.name == "patch"
+    whole, kept = check(ViT(), x, attention=how, ignore=["patch"])
+    assert kept.head.in_features == 16 and kept.blocks[0].linear1.out_features == 16
+
+
+# -- layers of torch.nn ---------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, width=16, heads=4, need_weights=False, **settings):
+        super().__init__()
+        kdim, vdim = settings.get("kdim") or width, settings.get("vdim") or width
+        self.inp, self.mem, self.value = nn.Linear(6, width), nn.Linear(5, kdim), nn.Linear(5, vdim)
+        self.attention = nn.MultiheadAttention(width, heads, **settings)
+        self.out, self.need_weights = nn.Linear(width, 3), need_weights
+
+    def forward(self, x, memory=None, **masks):
+        y = k = v = F.silu(self.inp(x))
+        if memory is not None:
+            k, v = torch.sigmoid(self.mem(memory)), torch.sigmoid(self.value(memory))
+        return self.out(y + self.attention(y, k, v, need_weights=self.need_weights, **masks)[0])
+
+
+CAUSAL = torch.triu(torch.full((7, 7), float("-inf"), dtype=torch.float64), 1)
+PADDING = torch.tensor([[0] * 7, [0] * 5 + [1] * 2], dtype=torch.bool)
+INSIDE = {
+    "plain": ({}, {}), "batch first": ({"batch_first": True}, {}),
+    "two heads": ({"heads": 2}, {}), "weights": ({"need_weights": True}, {}),
+    "no bias": ({"bias": False}, {}), "bias kv": ({"add_bias_kv": True}, {}),
+    "zero": ({"add_zero_attn": True, "batch_first": True}, {}),
+    "cross": ({"batch_first": True}, {"memory": tokens(4, 5)}),
+    "kdim": ({"kdim": 10, "vdim": 12}, {"memory": tokens(7, 5)}),
+    "mask": ({"batch_first": True}, {"attn_mask": CAUSAL, "is_causal": True}),
+    "bool mask": ({"batch_first": True}, {"attn_mask": CAUSAL < 0}),
+    "padding": ({"batch_first": True, "need_weights": True}, {"key_padding_mask": PADDING}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("kind", INSIDE)
+def test_30_multihead_attention(kind, how):
+    settings, more = INSIDE[kind]
+    plan, small = check(Block(**settings), {"x": tokens(), **more}, attention=how)
+    m = small.attention
+    assert isinstance(m, nn.MultiheadAttention) and m.embed_dim == 8
+    assert m.out_proj.in_features == 8 and m.num_heads * (1 if how == "head_dim" else 2) == (
+        settings.get("heads", 4)
+    )
+
+
+def test_30_multihead_attention_without_a_batch():
+    check(Block(), tokens()[0])
+
+
+def test_30_heads_stay_where_the_attention_weights_are_returned():
+    class Returns(Block):
+        def forward(self, x):
+            y = F.silu(self.inp(x))
+            z, w = self.attention(y, y, y)
+            return self.out(y + z), w
+
+    plan, small = check(Returns(), tokens())
+    assert small.attention.num_heads == 4 and small.inp.out_features == 8
+    assert "attention weights" in pruned_units(plan, "attention")[2]
+
+
+def test_30_a_head_wise_mask_keeps_the_heads():
+    mask = torch.zeros(8, 7, 7, dtype=torch.float64)
+    plan, small = check(Block(batch_first=True), {"x": tokens(), "attn_mask": mask})
+    assert small.attention.num_heads == 4 and small.inp.out_features == 8
+
+
+class Encoder(nn.Module):
+    def __init__(self, **settings):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, **settings)
+        self.inp, self.out = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x, **masks):
+        return self.out(self.encoder(self.inp(x), **masks))
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("settings", [
+    {}, {"batch_first": True, "activation": "gelu"}, {"batch_first": True, "norm_first": True},
+    {"bias": False},
+], ids=str)  # fmt: skip
+def test_30_transformer_encoders(settings, how):
+    plan, small = check(Encoder(**settings), tokens(), attention=how)
+    layer = small.encoder.layers[0]
+    assert layer.linear1.out_features == 16 and layer.linear1.in_features == 8
+
+
+@pytest.mark.parametrize("masks", [
+    {"mask": CAUSAL, "is_causal": True}, {"src_key_padding_mask": PADDING},
+], ids=["causal", "padding"])  # fmt: skip
+def test_30_transformer_encoders_with_masks(masks):
+    check(Encoder(batch_first=True), {"x": tokens(), **masks})
+
+
+def test_30_decoders_and_whole_transformers():
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inp, self.mem, self.out = nn.Linear(6, 16), nn.Linear(5, 16), nn.Linear(16, 3)
+            self.transformer = nn.Transformer(16, 4, 1, 2, 32, batch_first=True)
+
+        def forward(self, x, memory):
+            return self.out(self.transformer(self.inp(x), self.mem(memory)))
+
+    plan, small = check(Whole(), (tokens(), tokens(4, 5)))
+    cross = small.transformer.decoder.layers[1].multihead_attn
+    assert cross.num_heads == 2 and cross.embed_dim == 8
+
+
+@pytest.mark.parametrize("ignore", [(), ("inp", "*.linear2", "*.out_proj")], ids=["all", "heads"])
+@pytest.mark.parametrize("how", HOW)
+def test_30_the_fast_path_neither_hides_layers_nor_breaks_on_the_result(how, ignore):
+    model = awake(Encoder(batch_first=True)).float()
+    x = tokens().float()
+    small = fxprune.prune(model, x, attention=how, ignore=ignore)
+    assert small.encoder.layers[0].linear1.out_features == 16
+    with torch.no_grad():
+        fast = small(x)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            slow = small(x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert torch.allclose(fast, slow, atol=1e-5)
+
+
+def test_30_a_narrow_attention_is_saved_copied_trained_and_pruned_again():
+    model = awake(Encoder(batch_first=True, dropout=0.1))
+    x = tokens()
+    plan = fxprune.plan(model, x, ignore=["inp", "*.linear2", "*.out_proj"])
+    small = plan.apply(model)
+    file = io.BytesIO()
+    torch.save(small, file)
+    file.seek(0)
+    for other in (copy.deepcopy(small), torch.load(file, weights_only=False)):
+        assert difference(run(small, x), run(other, x)) == 0
+    small.train()(x).square().mean().backward()
+    assert all(p.grad is not None for p in small.encoder.parameters())
+    small.eval()
+    again = fxprune.plan(small, x)
+    smaller = again.apply(small)
+    assert smaller.encoder.layers[0].self_attn.num_heads == 1
+    assert fxprune.proof.prove(again, small, smaller, x) < 1e-9
