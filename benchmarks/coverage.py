@@ -1,6 +1,8 @@
 """Which models fxprune prunes, how small they get and how long it takes.
 
     python benchmarks/coverage.py torchvision
+    python benchmarks/coverage.py timm
+    python benchmarks/coverage.py transformers
     python benchmarks/coverage.py torchvision --models 'resnet*' vit_b_16 --json coverage.json
 
 Each model is built without weights and put in a state that says something: nothing is 0 by chance,
@@ -14,14 +16,12 @@ passes if
 "groups" are those pruned / frozen, "approx." of the pruned those that some norm counts, "intact"
 means class kept and input untouched. Times are seconds; "forward" is the median of three, "plan"
 includes the trace. On a busy machine, ``--cpu-time`` measures seconds of one core instead.
-googlenet and inception_v3 are built without their auxiliary heads, which run in training only;
-detection runs in float64, for the order of boxes hangs on the last digits.
+"body" is what is kept of the parameters outside embeddings. ``zoo.py`` builds the models.
 """
 
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import gc
 import json
 import os
@@ -46,15 +46,12 @@ from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor, nn
-from torchvision.models import get_model, get_model_builder, get_model_weights, list_models
+from zoo import FAMILIES, Zoo
 
 import fxprune
 from fxprune.proof import largest_error, prove, tolerance
 from fxprune.running import outputs
 
-LARGE = 140e6  # parameters; models above are left out unless named
-BASIC = ("classification", "segmentation")
-TRANSFORMERS = ("vit_*", "swin*", "maxvit_*", "mvit_*")
 STEPS = ("forward", "trace", "plan", "apply")
 ASLEEP = 1e-3  # relative change of the output with another input, below which the model is no test
 WIDE = 0.35  # a CNN that keeps more than this share of its parameters at sparsity 0.5 is listed
@@ -65,9 +62,9 @@ class Row:
     """What happened to one model. Fields stay None from the step that failed on."""
 
     model: str
-    kind: str
     parameters: int | None = None
     kept: float | None = None
+    body: float | None = None
     halved: float | None = None  # what is left when every hidden width is halved exactly
     pruned: int | None = None
     frozen: int | None = None
@@ -98,60 +95,6 @@ class Row:
 
 
 # -- models ---------------------------------------------------------------------------------------
-
-
-def kind_of(name: str) -> str:
-    """The torchvision sub-package of a model; "classification" for those at its top."""
-    parts = get_model_builder(name).__module__.split(".")
-    return parts[2] if len(parts) > 3 else "classification"
-
-
-def size_of(name: str) -> int:
-    """Parameters, as torchvision's weights state them."""
-    return max((w.meta["num_params"] for w in get_model_weights(name)), default=0)
-
-
-def choose(globs: list[str] | None, every_kind: bool) -> tuple[list[str], list[str]]:
-    """The models to run, and those left out for their size."""
-    names = [n for n in list_models() if not n.startswith("quantized_")]
-    if globs:
-        for glob in globs:
-            if not fnmatch.filter(names, glob):
-                raise SystemExit(f"--models: {glob!r} matches no torchvision model")
-        return [n for n in names if any(fnmatch.fnmatchcase(n, g) for g in globs)], []
-    names = [n for n in names if every_kind or kind_of(n) in BASIC]
-    return [n for n in names if size_of(n) <= LARGE], [n for n in names if size_of(n) > LARGE]
-
-
-def build(name: str) -> nn.Module:
-    settings: dict[str, Any] = {"weights": None}
-    if name in ("googlenet", "inception_v3"):
-        settings |= {"init_weights": False, "aux_logits": False}
-    if kind_of(name) in ("segmentation", "detection"):
-        settings["weights_backbone"] = None
-    model = get_model(name, **settings)
-    return model.double() if kind_of(name) == "detection" else model
-
-
-def example(name: str, seed: int = 0) -> Any:
-    """Soft spots under noise: of pure noise, pooling would leave nothing that tells two apart."""
-    generator = torch.Generator().manual_seed(seed)
-    kind = kind_of(name)
-
-    def image(*shape: int) -> Tensor:
-        spots = torch.randn(*shape[:2], 4, 4, generator=generator)
-        noise = torch.randn(shape, generator=generator)
-        return 0.5 * noise + nn.functional.interpolate(spots, shape[2:], mode="bilinear")
-
-    if kind == "detection":
-        return ([image(1, 3, 320, 320)[0].sigmoid().double()],)
-    if kind == "optical_flow":
-        return (image(1, 3, 128, 128).tanh(), image(1, 3, 128, 128).tanh())
-    if kind == "video":
-        side = 112 if name in ("r3d_18", "mc3_18", "r2plus1d_18") else 224
-        return image(16, 3, side, side).transpose(0, 1)[None].contiguous()
-    side = 299 if name == "inception_v3" else 256 if name.startswith("swin_v2") else 224
-    return image(1, 3, side, side)
 
 
 def wake(model: nn.Module, x: Any, seed: int = 0) -> nn.Module:
@@ -204,13 +147,13 @@ def wake(model: nn.Module, x: Any, seed: int = 0) -> nn.Module:
 # -- one model ------------------------------------------------------------------------------------
 
 
-def measure(name: str, sparsity: float) -> Row:
+def measure(zoo: Zoo, name: str, sparsity: float) -> Row:
     """Plan, prune and prove one model; whatever goes wrong is in the row."""
-    row = Row(name, kind_of(name))
+    row = Row(name)
     try:
         torch.manual_seed(0)
-        x = example(name)
-        _measure(row, wake(build(name), x), x, sparsity)
+        x = zoo.example(name)
+        _measure(row, zoo, wake(zoo.build(name), x), x, sparsity)
     except Exception as error:
         row.status = type(error).__name__
         frames = traceback.format_exception(error, limit=-4)
@@ -218,7 +161,8 @@ def measure(name: str, sparsity: float) -> Row:
     return row
 
 
-def _measure(row: Row, model: nn.Module, x: Any, sparsity: float) -> None:
+def _measure(row: Row, zoo: Zoo, model: nn.Module, x: Any, sparsity: float) -> None:
+    by_values = zoo.is_one(row.model, zoo.by_values)
     expected = outputs(model, x)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     shown = repr(model)
@@ -236,13 +180,14 @@ def _measure(row: Row, model: nn.Module, x: Any, sparsity: float) -> None:
     row.notes = dict(Counter(what for _, what in plan.notes))
     row.apply, small = seconds(lambda: plan.apply(model))
     row.kept = count(small) / row.parameters
+    row.body = count(small, body=True) / count(model, body=True)
     row.halved = halved(model, plan, sparsity)
     # A forward written anew makes a subclass under the same name.
     row.same_class = isinstance(small, type(model)) and type(small).__name__ == type(model).__name__
     row.error = prove(plan, model, small, x)
     row.prune, _ = seconds(lambda: fxprune.prune(model, x, sparsity=sparsity, verify=False))
-    if row.kind != "detection":  # whose code goes by the values of its tensors
-        both = twice(x, example(row.model, seed=2))
+    if not by_values:
+        both = twice(x, zoo.example(row.model, seed=2))
         row.graph = largest_error(outputs(small, both), outputs(fxprune.trace(small, x), both))
     after = model.state_dict()
     row.untouched = (
@@ -253,8 +198,8 @@ def _measure(row: Row, model: nn.Module, x: Any, sparsity: float) -> None:
     )
     # How many boxes are detected depends on the values; the proof compares them with the masked's.
     shapes = [[t.shape for t in ts] for ts in (expected, outputs(small, x))]
-    same_shapes = row.kind == "detection" or shapes[0] == shapes[1]
-    other = outputs(model, example(row.model, seed=1))
+    same_shapes = by_values or shapes[0] == shapes[1]
+    other = outputs(model, zoo.example(row.model, seed=1))
     named = {what for what, _ in plan.skipped}
     skipped = sum(count(m) for path, m in model.named_modules() if path in named)
     explained = 1 - row.kept + skipped / row.parameters
@@ -281,6 +226,8 @@ def twice(x: Any, y: Any) -> Any:
     """Two inputs as one batch."""
     if isinstance(x, tuple):
         return tuple(twice(a, b) for a, b in zip(x, y, strict=True))
+    if isinstance(x, dict):
+        return {key: twice(x[key], y[key]) for key in x}
     return torch.cat([x, y])
 
 
@@ -297,8 +244,10 @@ def halved(model: nn.Module, plan: fxprune.PruningPlan, sparsity: float) -> floa
     return left / count(model)
 
 
-def count(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
+def count(model: nn.Module, body: bool = False) -> int:
+    """Parameters; of the ``body``, without those of embeddings."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return sum(p.numel() for p in model.parameters() if not body or id(p) not in tables)
 
 
 clock = time.perf_counter
@@ -316,7 +265,7 @@ def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
 def table(rows: list[Row]) -> Table:
     result = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     result.add_column("model", no_wrap=True)
-    for heading in ("kept", "groups", *STEPS, "error", "graph", "approx."):
+    for heading in ("kept", "body", "groups", *STEPS, "error", "graph", "approx."):
         result.add_column(heading, justify="right", no_wrap=True)
     for heading in ("intact", "status"):
         result.add_column(heading, no_wrap=True)
@@ -331,23 +280,24 @@ def table(rows: list[Row]) -> Table:
     for row in rows:
         groups = "" if row.pruned is None else f"{row.pruned}/{row.frozen}"
         result.add_row(
-            row.model, number(row.kept, ".0%"), groups, number(row.forward, ".2f"),
-            number(row.trace, ".2f"), number(row.plan, ".2f"), number(row.apply, ".2f"),
-            number(row.error, ".0e"), number(row.graph, ".0e"), number(row.approximate, "d"),
-            intact(row),
+            row.model, number(row.kept, ".0%"), number(row.body, ".0%"), groups,
+            number(row.forward, ".2f"), number(row.trace, ".2f"), number(row.plan, ".2f"),
+            number(row.apply, ".2f"), number(row.error, ".0e"), number(row.graph, ".0e"),
+            number(row.approximate, "d"), intact(row),
             "pass" if row.passes else f"[red]{escape(row.status)}[/]",
         )  # fmt: skip
     return result
 
 
-def summary(rows: list[Row], sparsity: float) -> list[str]:
+def summary(zoo: Zoo, rows: list[Row], sparsity: float) -> list[str]:
     lines = [f"{sum(r.passes for r in rows)} of {len(rows)} models pass at sparsity {sparsity:g}."]
     wide = [
         f"{r.model} {r.kept:.0%} (all widths at {1 - sparsity:g}: {r.halved:.1%})" for r in rows
         if r.kept is not None and r.kept > WIDE
-        and not any(fnmatch.fnmatchcase(r.model, g) for g in TRANSFORMERS)
+        and not zoo.is_one(r.model, zoo.transformers)
     ]  # fmt: skip
-    lines.append(f"CNNs that keep more than {WIDE:.0%}: {', '.join(wide) or 'none'}.")
+    if zoo.transformers != ("*",):
+        lines.append(f"CNNs that keep more than {WIDE:.0%}: {', '.join(wide) or 'none'}.")
     idle = [f"{r.model} {r.idle}" for r in rows if r.idle]
     if idle:
         lines.append(f"Groups that stay whole and no reason is given: {', '.join(idle)}.")
@@ -394,7 +344,7 @@ def progress(console: Console) -> Iterator[Progress]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("family", choices=["torchvision"])
+    parser.add_argument("family", choices=list(FAMILIES))
     parser.add_argument("--all", action="store_true", help="detection, flow and video too")
     parser.add_argument("--models", nargs="+", metavar="GLOB", help="only these, of any size")
     parser.add_argument("--sparsity", type=float, default=0.5)
@@ -405,7 +355,12 @@ def main() -> int:
         global clock
         clock = time.process_time
         torch.set_num_threads(1)
-    names, left_out = choose(args.models, args.all)
+    zoo = FAMILIES[args.family]
+    names, left_out = zoo.names(args.all), zoo.left_out()
+    if args.models:
+        names, left_out = [n for n in zoo.every() if zoo.is_one(n, tuple(args.models))], []
+        if not names:
+            parser.error(f"--models: nothing of {args.family} is called so")
     console = Console(width=None if sys.stdout.isatty() else 120)
     warnings.simplefilter("ignore")
     rows: list[Row] = []
@@ -417,7 +372,7 @@ def main() -> int:
                 "time": "CPU" if args.cpu_time else "wall",
                 "sparsity": args.sparsity,
                 "left_out": left_out,
-                "summary": summary(rows, args.sparsity),
+                "summary": summary(zoo, rows, args.sparsity),
                 "models": [{**asdict(r), "cost": r.cost} for r in rows],
             }
             args.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -427,13 +382,13 @@ def main() -> int:
         for name in names:
             failed = sum(not r.passes for r in rows)
             bar.update(task, description=f"{name} ({failed} failed so far)")
-            rows.append(measure(name, args.sparsity))
+            rows.append(measure(zoo, name, args.sparsity))
             gc.collect()
             save()
             bar.advance(task)
 
     console.print(table(rows))
-    for line in summary(rows, args.sparsity):
+    for line in summary(zoo, rows, args.sparsity):
         console.print(line, highlight=False)
     if left_out:
         console.print(f"Left out for their size: {', '.join(left_out)}.", highlight=False)

@@ -209,6 +209,8 @@ class _Body:
             star = variable.get(parameter.kind, "")
             node = self.graph.placeholder(f"{star}{name}", None, *default)
             value = bound.arguments.get(name, {} if star == "**" else ())
+            if any(self._is_object(n) for n in _nodes(value)):
+                raise CannotRewrite(f"{self.name} takes an object that its code may change")
             if star:
                 keys = tuple(value) if star == "**" else tuple(range(len(value)))
                 given = self.graph.call_function(_keys, (node,))
@@ -219,6 +221,9 @@ class _Body:
             else:
                 self._expect(value, node, name)
             self._bind(value, node)
+
+    def _is_object(self, value: Any) -> bool:
+        return isinstance(value, fx.Node) and str(value.target).startswith("_object_constant")
 
     def _expect(self, value: Any, node: fx.Node, name: str) -> None:
         """An argument that is no tensor has to be what it was: the code went its way."""

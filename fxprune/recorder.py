@@ -29,7 +29,7 @@ from .aten import AtenRecorder
 from .errors import InputError
 from .flags import read_training, training_argument
 from .registry import for_function, for_module, op_name
-from .running import bind_inputs, describe, evaluating, read_attribute
+from .running import bind_inputs, describe, evaluating, read_attribute, without_state
 from .spec import BASIC, spec
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
@@ -129,7 +129,7 @@ def record(model: nn.Module, example_input: Any) -> Trace:
         args, kwargs = recorder.placeholders(args, kwargs)
         try:
             with recorder, recorder.listening():
-                output = model(*args, **kwargs)
+                output = without_state(model, model(*args, **kwargs))
         except Exception as error:
             raise InputError(
                 f"{type(model).__name__} does not run on example_input "
@@ -217,6 +217,7 @@ class _Recorder(TorchFunctionMode):
         self._stack: list[int] = []
         self._suspended = False
         self._inside_torch = False
+        self._handing = False
         self._count = 0
         # id of a live tensor -> (weak reference, node, path of keys into the node's result)
         self._known: dict[int, tuple[weakref.ref, fx.Node, tuple[Any, ...]]] = {}
@@ -299,11 +300,20 @@ class _Recorder(TorchFunctionMode):
             return range(*(int(n) for n in (value.start, value.stop, value.step)))
         if isinstance(value, int):
             return int(value)
-        # An object of the model's own: its tensors go where no rule can follow.
-        for inside in tree.tensors(value):
+        # An object of the model's own. Where it is handed to code that is recorded too, its tensors
+        # are known when they come back; elsewhere they go where no rule can follow.
+        for inside in () if self._handing else tree.tensors(value):
             node = self._tensor(inside)
             self.escapes.append((node, f"a {type(value).__name__}", _where()))
         return self._constant(value, "object")
+
+    def _handed(self, value: Any) -> Any:
+        """``value`` from one module of the model to another."""
+        self._handing = True
+        try:
+            return self.argument(value)
+        finally:
+            self._handing = False
 
     def _tensor(self, value: torch.Tensor) -> fx.Node:
         known = self._known.get(id(value))
@@ -398,7 +408,7 @@ class _Recorder(TorchFunctionMode):
                 return self._record("call_module", path, run, args, kwargs, known=known)
         call = ModuleCall(path, self._stack[-1] if self._stack else None, self._count)
         with self._paused():
-            call.args, call.kwargs = self.argument(args), self.argument(kwargs)
+            call.args, call.kwargs = self._handed(args), self._handed(kwargs)
         self._stack.append(len(self.calls))
         self.calls.append(call)
         try:
@@ -407,7 +417,7 @@ class _Recorder(TorchFunctionMode):
             self._stack.pop()
         if self._stack:  # the model's own output is the graph's
             with self._paused():
-                call.output = self.argument(output)
+                call.output = self._handed(output)
         call.stop = self._count
         return output
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -81,11 +83,30 @@ def describe(value: Any) -> str:
     return type(value).__name__
 
 
+def without_state(model: nn.Module, result: Any) -> Any:
+    """What a model returns, less what it keeps for its own next call.
+
+    That is an object (a cache of keys and values, say) under the name of one of its arguments: its
+    widths are the model's own affair.
+    """
+    if not isinstance(result, Mapping):
+        return result
+    plain = (Tensor, Mapping, list, tuple, int, float, str, type(None))
+    arguments = inspect.signature(model.forward).parameters
+    kept = {
+        key: value for key, value in result.items()
+        if key not in arguments or isinstance(value, plain) or is_dataclass(value)
+    }  # fmt: skip
+    if len(kept) == len(result):
+        return result
+    return type(result)(**kept) if is_dataclass(result) else kept
+
+
 def outputs(model: nn.Module, example_input: Any) -> list[Tensor]:
-    """Every tensor that the model returns, in eval mode without gradients."""
+    """Every tensor that the model returns, in eval mode without gradients; but its own state."""
     args, kwargs = bind_inputs(example_input)
     with evaluating(model), torch.no_grad():
-        result = model(*args, **kwargs)
+        result = without_state(model, model(*args, **kwargs))
         return [t.detach().clone() for t in tree.tensors(result)]
 
 

@@ -118,24 +118,31 @@ def split(a, call):
     return apart(a, call, x, dim, len(call.spec), equal)
 
 
+def places(call):
+    """Where the parts end, or how many there are, and what the argument is called."""
+    names = ("indices_or_sections", "indices", "sections", "tensor_indices_or_sections")
+    name = next((n for n in names if n in call.kwargs), names[0])
+    return call.arg(1, name), name
+
+
 def new_tensor_split(call, new):
     dim = call.arg(2, "dim", 0)
     sizes = [shape[dim] for shape in new.result]
-    given = call.arg(1, "indices_or_sections", call.kwargs.get("sections"))
+    given, name = places(call)
     if (
         isinstance(given, int)
         and sizes == sorted(sizes, reverse=True)
         and sizes[0] <= sizes[-1] + 1
     ):
         return {}  # what the code computes
-    return {(1, "indices_or_sections"): tuple(accumulate(sizes[:-1]))}
+    return {(1, name): tuple(accumulate(sizes[:-1]))}
 
 
 @op("tensor_split", kind="split", resize=new_tensor_split)
 def tensor_split(a, call):
     """Parts of nearly one size, or that end at stated places."""
     x, dim = call.channels(), call.arg(2, "dim", 0)
-    given = call.arg(1, "indices_or_sections", call.kwargs.get("sections"))
+    given, _ = places(call)
     if isinstance(given, (Channels, Named)):
         return a.unknown(call)
     equal = isinstance(given, int) and len({s.shape[dim] for s in call.spec}) == 1

@@ -35,7 +35,9 @@ def level(a, call):
     """The mean, largest or smallest of a constant map is the constant."""
     x = call.channels()
     y = reduce(a, call)
-    return a.levelled(call, x, y, over(call, 1, x)) if isinstance(y, Channels) else y
+    if not isinstance(y, Channels) or isinstance(call.arg(1, "dim"), (Channels, Named)):
+        return y
+    return a.levelled(call, x, y, over(call, 1, x))
 
 
 @op("sum", "nansum", "prod", "any", "all", "count_nonzero")
