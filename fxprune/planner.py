@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import fusions, groups, importance, kept
+from . import configs, fusions, groups, importance, kept
 from .channels import SourceAxis
 from .check import check_model
 from .code import Borrowed, CannotRewrite, Code, rewrite
@@ -363,6 +363,7 @@ class Planner:
             _replay=replay,
         )
         result.skipped = self._skipped(result)
+        self._configure(result, replay)
         if result.groups and all(g.frozen for g in result.groups):
             reasons = "; ".join(f"{what}: {why}" for what, why in result.skipped[:5])
             warnings.warn(
@@ -370,6 +371,30 @@ class Planner:
                 PruningWarning, stacklevel=4,
             )  # fmt: skip
         return result
+
+    def _configure(self, result: PruningPlan, replay: Replay) -> None:
+        """Have the model's configuration, if it has one, say what the pruned model is."""
+        model = self.trace.model
+        if not hasattr(model, "config") or not result.kept:
+            return
+        shapes = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            first = self.trace.names.get(id(tensor), name)  # of the names of a tied tensor
+            shape = list(tensor.shape)
+            for dim, rows in result.kept.get(first, {}).items():
+                shape[dim] = rows.shape[-1]
+            shapes[name] = tuple(shape)
+        asked = {str(n.target) for n in self.trace.graph.nodes if n.op == "get_attr"}
+        fixed = asked - result.attributes.keys()
+        numbers = configs.attributes(model) | result.attributes
+        for path, values in replay.module_sizes.items():
+            numbers |= {f"{path}.{key}": value for key, value in values.items()}
+        found = configs.truthful(model, shapes, numbers, replay.widths(), fixed)
+        if found is None:
+            note = "it cannot say how wide the pruned model is: save the whole module"
+            result.notes.append(("config", note))
+        else:
+            result.attributes |= found
 
     def _channel_group(self, group: groups.Group) -> ChannelGroup:
         lead = self.relations.of(group.leader).reshape(-1)

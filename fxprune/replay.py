@@ -178,6 +178,15 @@ class Replay(Algebra):
     def result_shapes(self, node: fx.Node) -> list[tuple[int, ...]]:
         return [self.new_shape(x) for x in self.before[node]]
 
+    def widths(self) -> set[tuple[int, int]]:
+        """(old, new) of every size of the run that changes."""
+        pairs: set[tuple[int, int]] = set()
+        for before in self.before.values():
+            for x in before if isinstance(before, tuple) else (before,):
+                if isinstance(x, Channels):
+                    pairs.update(zip(x.shape, self.new_shape(x), strict=True))
+        return {(old, new) for old, new in pairs if old != new}
+
     def view_shape(self, name: str) -> tuple[int, ...]:
         """New shape of a tensor, seen as its pattern sees it."""
         axes = self._by_name[name]

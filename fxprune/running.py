@@ -40,7 +40,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     spaces = [
         (space, dict(space))
         for m in model.modules()
-        for space in (vars(m), m._parameters, m._buffers, m._modules)
+        # Parameters, buffers, children and hooks are in dictionaries of their own.
+        for space in (vars(m), *(v for v in vars(m).values() if isinstance(v, dict)))
     ]
     # Some models count calls or keep caches in their buffers even in eval mode.
     buffers = [(b, _version(b), b.detach().clone()) for b in model.buffers()]
