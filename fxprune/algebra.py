@@ -207,17 +207,23 @@ class Algebra:
 
     def _meet_axis(self, call, operands, dims, shape, function):
         sizes = [shape[d] for d in dims]
-        laid, wide = [], []
+        laid, wide, followers = [], [], []
         for x in operands:
             for axis in x.touching(dims):
                 if axis.dims == dims and list(axis.units.shape) == sizes:
                     laid.append(axis)
+                elif axis.blank:
+                    followers.append(axis)
                 else:
                     self.spread(axis)
                     wide.append(Axis(dims, axis.over(dims).expand(sizes)))
         # A parameter's own axis follows the order of what it meets.
         laid = sorted(laid, key=lambda axis: (axis.blank, axis.source is not None)) + wide
+        if not laid:
+            laid, followers = [Axis(dims, a.over(dims).expand(sizes)) for a in followers], []
         first = laid[0]
+        for axis in followers:
+            self.follow(axis, first, call)
         for other in laid[1:]:
             self.join(first, other, call)
         long = [d for d in dims if shape[d] > 1]
@@ -496,6 +502,9 @@ class Algebra:
 
     def hold(self, axis: Axis, dims: Iterable[int]) -> None:
         """Along ``dims`` of a cut axis nothing goes as a whole: each slice loses equally many."""
+
+    def follow(self, blank: Axis, axis: Axis, call: Call) -> None:
+        """A blank axis has as many slices as ``axis``, over more dimensions, has along its own."""
 
     def spread(self, axis: Axis) -> None:
         """The axis meets one over more dimensions: each slice of it meets many."""

@@ -209,6 +209,13 @@ class Constants(Algebra):
             classes = torch.unique(self._classes[units.expand(dead.shape)[dead]])
             self.lost.append((classes.numpy(), call.name))
 
+    def needs_zero(self, call: Call, x: Channels, dims: Iterable[int]) -> None:
+        for axis in x.touching(dims):
+            dead = self._removed[axis.units] & (_or_nan(axis) != 0)
+            if dead.any():
+                classes = torch.unique(self._classes[axis.units[dead]])
+                self.lost.append((classes.numpy(), call.name))
+
     def contraction_constants(self, call, axis, x, w, ended):
         """A slice of a product is zero where the slice of a factor is."""
         sizes = axis.units.shape

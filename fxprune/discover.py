@@ -243,6 +243,13 @@ class Discover(Algebra):
             where = call.name if call else (axis.source.name if axis.source else "")
             self._rectangles[id(axis.units)] = Rectangle(axis.units, set(), where)
 
+    def follow(self, blank: Axis, axis: Axis, call: Call) -> None:
+        at = [axis.dims.index(d) for d in blank.dims]
+        rectangle = self._rectangles.get(id(axis.units))
+        if rectangle is None or not set(at) <= rectangle.held:  # what is held does not shrink
+            index = tuple(slice(None) if i in at else 0 for i in range(axis.units.dim()))
+            self.join(Axis(blank.dims, axis.units[index]), blank, call)
+
     def spread(self, axis: Axis) -> None:
         self._spread.append(axis.units.reshape(-1).numpy())
 

@@ -11,7 +11,9 @@ def training_argument(node: fx.Node) -> int | str | None:
     """Where a call was told that the model does not train: a position, a keyword, or None."""
     if node.op != "call_function" or not inspect.isfunction(node.target):
         return None
-    names = list(inspect.signature(node.target).parameters)
+    # Its own parameters: what a wrapper wraps may be a builtin, which has no signature.
+    code = node.target.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     if "training" not in names:
         return None
     if node.kwargs.get("training") is False:

@@ -9,9 +9,9 @@ from fxprune.patterns.joining import end_to_end, stack_parts
 from torch import nn
 
 from fxprune.channels import Channels, remap
-from fxprune.registry import module
+from fxprune.registry import module, op
 
-GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
+GATES = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1, nn.LSTMCell: 4, nn.GRUCell: 3, nn.RNNCell: 1}
 
 
 def sizes(m, new):
@@ -33,8 +33,9 @@ def refresh(m):
 @module(nn.LSTM, nn.GRU, nn.RNN, kind="lstm", attributes=sizes, bias=True, refresh=refresh)
 def recurrent(a, call):
     m, x = call.module, call.arg(0, "input")
-    if not isinstance(x, Channels):
-        return a.unknown(call)  # a packed sequence
+    packed = not isinstance(x, Channels)
+    if packed:
+        x, *lengths = x
     last = len(x.shape) - 1
     x = a.freeze_dims(x, range(last), "a recurrent layer runs along them", call)
     tails = ["", "_reverse"] if m.bidirectional else [""]
@@ -60,13 +61,34 @@ def recurrent(a, call):
             state = a.channels(state)
             a.meet(call, [s, state], None, s.shape)
             a.needs_zero(call, state, [len(s.shape) - 1])
-    return inputs, tuple(states) if m.mode == "LSTM" else states[0]
+    result = (inputs, *lengths) if packed else inputs
+    return result, tuple(states) if m.mode == "LSTM" else states[0]
+
+
+@module(nn.LSTMCell, nn.GRUCell, nn.RNNCell, kind="lstm", bias=True,
+        attributes=lambda m, new: {"input_size": new.views["weight_ih"][2],
+                                   "hidden_size": new.views["weight_ih"][1]})  # fmt: skip
+def cell(a, call):
+    """One step: the state that goes in and the one that comes out have the cell's units."""
+    x = call.channels()
+    last = len(x.shape) - 1
+    x = a.freeze_dims(x, range(last), "a recurrent layer runs along them", call)
+    units, _ = one_layer(a, call, x, "")
+    wide = remap(units, {0: last}, (*x.shape[:last], units.shape[0]))
+    lstm = isinstance(call.module, nn.LSTMCell)
+    given = call.arg(1, "hx")
+    for state in given if isinstance(given, tuple) else [given]:
+        if state is not None:
+            state = a.channels(state)
+            a.meet(call, [wide, state], None, wide.shape)
+            a.needs_zero(call, state, [last])
+    return (wide, wide) if lstm else wide
 
 
 def one_layer(a, call, x, tail):
     """(cell units, output units) of one layer in one direction, as vectors."""
     m = call.module
-    gates = GATES[m.mode]
+    gates = next(n for kind, n in GATES.items() if isinstance(m, kind))
     ih = call.view_of(f"weight_ih{tail}", (gates, -1, x.shape[-1]))
     cell = vector(call.tensor(f"weight_ih{tail}", {"out": (1,)}, ih), 1)
     reads = call.tensor(f"weight_ih{tail}", {"in": (2,)}, ih)
@@ -78,7 +100,7 @@ def one_layer(a, call, x, tail):
         parts += [] if b is None else [vector(b, 1)]
     cell = a.emit(a.meet(call, [cell, *parts], None), (0,), None)
     out = cell
-    if m.proj_size:
+    if getattr(m, "proj_size", 0):
         projection = call.tensor(f"weight_hr{tail}", {"in": (1,)})
         a.consume(call, cell, projection, [(0, 1)])
         out = vector(call.tensor(f"weight_hr{tail}", {"out": (0,)}), 0)
@@ -97,3 +119,23 @@ def along_last(a, call, ends, lead):
     axis = end_to_end(a, call, ends, 0) if any(e.axes for e in ends) else None
     flat = Channels((width,), () if axis is None else (axis,))
     return remap(flat, {0: rank}, (*lead, width))
+
+
+@op("pack_padded_sequence")
+def pack(a, call):
+    """The steps of all sequences, one after the other: (steps, channels)."""
+    x = call.channels()
+    last = len(x.shape) - 1
+    x = a.freeze_dims(x, range(last), "a recurrent layer runs along them", call)
+    data, lengths = a.rigid_result(call)
+    return remap(x, {last: 1}, (*data.shape[:1], x.shape[last])), lengths
+
+
+@op("pad_packed_sequence")
+def pad(a, call):
+    """The sequences again, filled up to the longest."""
+    x = call.channels()
+    padded, lengths = a.rigid_result(call)
+    rank = len(padded.shape)
+    y = remap(x, {1: rank - 1}, (*padded.shape[:-1], x.shape[1]))
+    return a.bordered(y) if call.arg(3, "padding_value", 0.0) == 0 else a.forget(y), lengths

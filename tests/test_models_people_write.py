@@ -69,17 +69,6 @@ def test_an_empty_sequential_is_an_identity():
     assert small[0].out_features == 4
 
 
-def test_a_packed_sequence_leaves_the_recurrent_layer_whole():
-    def forward(s, x):
-        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True)
-        out, _ = nn.utils.rnn.pad_packed_sequence(s.lstm(packed)[0], batch_first=True)
-        return s.b(torch.sigmoid(s.a(out)))
-
-    net = Net(forward, lstm=nn.LSTM(4, 6, batch_first=True), a=nn.Linear(6, 8), b=nn.Linear(8, 2))
-    plan, small = check(net, torch.randn(2, 5, 4, dtype=torch.float64))
-    assert small.a.out_features == 4 and small.lstm.hidden_size == 6
-
-
 def test_a_number_computed_from_a_width_stays_what_it_was():
     class Scaled(nn.Module):
         def __init__(self):

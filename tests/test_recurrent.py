@@ -1,0 +1,132 @@
+"""Recurrent layers and cells: hidden units go with their gates, columns and states, exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from .oracle import check
+
+HIDDEN = 6
+
+
+def steps(n=5, c=4, batch=2):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, n, c, dtype=torch.float64, generator=generator)
+
+
+class Layer(nn.Module):
+    """A layer between two linear ones, in every way to start it and to go on."""
+
+    def __init__(self, kind, layers, both, projected, batch_first, bias, start, goes_on):
+        super().__init__()
+        extra = {"proj_size": 4} if projected and kind is nn.LSTM else {}
+        self.inp = nn.Linear(4, 6)
+        self.rnn = kind(6, HIDDEN, layers, bias=bias, batch_first=batch_first, bidirectional=both,
+                        **extra)  # fmt: skip
+        self.out_size = extra.get("proj_size", HIDDEN)
+        self.rows, self.hidden = layers * (2 if both else 1), HIDDEN
+        wide = self.out_size * (2 if both else 1)
+        self.norm, self.out = nn.LayerNorm(wide), nn.Linear(wide, 3)
+        self.h0 = nn.Parameter(torch.randn(self.rows, 1, self.out_size))
+        self.c0 = nn.Parameter(torch.randn(self.rows, 1, HIDDEN))
+        self.start, self.goes_on = start, goes_on
+
+    def state(self, x):
+        b = x.shape[0]
+        if self.start == "none":
+            return None
+        if self.start == "parameter":
+            h, c = (t.expand(-1, b, -1).contiguous() for t in (self.h0, self.c0))
+        else:
+            sizes = [(self.rows, b, n) for n in (self.out_size, self.hidden)]
+            make = torch.zeros if self.start == "zeros" else x.new_zeros
+            h, c = (make(size, dtype=x.dtype) for size in sizes)
+        return (h, c) if isinstance(self.rnn, nn.LSTM) else h
+
+    def forward(self, x):
+        y = torch.sigmoid(self.inp(x))
+        if self.goes_on == "packed":
+            y = pack_padded_sequence(y, torch.tensor([5, 3]), batch_first=True)
+        elif not self.rnn.batch_first:
+            y = y.transpose(0, 1)
+        out, state = self.rnn(y, self.state(x))
+        h = state[0] if isinstance(state, tuple) else state
+        if self.goes_on == "packed":
+            return self.out(pad_packed_sequence(out, batch_first=True)[0])
+        if self.goes_on == "state":
+            return self.out(torch.cat([h[-2], h[-1]], 1) if self.rnn.bidirectional else h[-1])
+        out = out if self.rnn.batch_first else out.transpose(0, 1)
+        if self.goes_on == "norm":
+            return self.out(self.norm(out))
+        return self.out(out[:, -1] if self.goes_on == "last" else out)
+
+
+@settings(max_examples=max(60, settings.default.max_examples // 8))
+@given(
+    kind=st.sampled_from([nn.LSTM, nn.GRU, nn.RNN]), layers=st.integers(1, 3),
+    both=st.booleans(), projected=st.booleans(), batch_first=st.booleans(), bias=st.booleans(),
+    start=st.sampled_from(["none", "zeros", "new", "parameter"]),
+    goes_on=st.sampled_from(["linear", "norm", "last", "state", "packed"]),
+)  # fmt: skip
+def test_43_and_44_layers_of_every_kind(**settings):
+    check(Layer(**settings), steps())
+
+
+@pytest.mark.parametrize("goes_on", ["linear", "norm", "last", "state", "packed"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_43_half_of_the_units_go_with_what_feeds_and_what_follows(kind, goes_on):
+    _, small = check(Layer(kind, 2, True, False, True, True, "zeros", goes_on), steps())
+    assert small.rnn.hidden_size == small.out_size == 3
+    assert small.rnn.input_size == 3 and small.out.in_features == 6
+
+
+class Stepwise(nn.Module):
+    """A cell in a Python loop."""
+
+    def __init__(self, kind, start):
+        super().__init__()
+        self.inp, self.cell, self.out = nn.Linear(4, 6), kind(6, 8), nn.Linear(8, 3)
+        self.first, self.start = nn.Parameter(torch.randn(8)), start
+
+    def forward(self, x):
+        h = {
+            "none": lambda: None,
+            "zeros": lambda: x.new_zeros(x.shape[0], self.cell.hidden_size),
+            "literal": lambda: torch.zeros(len(x), 8, dtype=x.dtype),
+            "parameter": lambda: self.first.expand(x.shape[0], -1),
+        }[self.start]()
+        lstm = isinstance(self.cell, nn.LSTMCell)
+        state, found = (h, h) if lstm and h is not None else h, []
+        for step in torch.sigmoid(self.inp(x)).unbind(1):
+            state = self.cell(step, state)
+            found.append(state[0] if lstm else state)
+        return self.out(torch.stack(found, 1))
+
+
+@pytest.mark.parametrize("start", ["none", "zeros", "literal", "parameter"])
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell], ids=lambda k: k.__name__)
+def test_43_cells_in_a_loop(kind, start):
+    plan, small = check(Stepwise(kind, start), steps())
+    assert (small.cell.input_size, small.cell.hidden_size) == (3, 4)
+    assert not plan.notes
+
+
+def test_43_attention_over_the_states():
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.score = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 1)
+            self.out = nn.Linear(8, 3)
+
+        def forward(self, x):
+            y, _ = self.rnn(x)
+            w = torch.softmax(self.score(torch.tanh(y)), 1)
+            return self.out((w.transpose(1, 2) @ y).squeeze(1))
+
+    _, small = check(Attends(), steps())
+    assert small.rnn.hidden_size == 4
