@@ -163,13 +163,14 @@ def measure(zoo: Zoo, name: str, sparsity: float) -> Row:
 
 def _measure(row: Row, zoo: Zoo, model: nn.Module, x: Any, sparsity: float) -> None:
     by_values = zoo.is_one(row.model, zoo.by_values)
-    expected = outputs(model, x)
+    only = zoo.outputs(row.model)
+    expected = outputs(model, x, only)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     shown = repr(model)
     row.parameters = count(model)
     row.forward = statistics.median(seconds(lambda: outputs(model, x))[0] for _ in range(3))
     row.trace, _ = seconds(lambda: fxprune.trace(model, x))
-    row.plan, plan = seconds(lambda: fxprune.plan(model, x, sparsity=sparsity))
+    row.plan, plan = seconds(lambda: fxprune.plan(model, x, sparsity=sparsity, outputs=only))
     row.pruned = sum(len(g.removed) > 0 for g in plan.groups)
     row.frozen = sum(g.frozen is not None for g in plan.groups)
     row.approximate = len(plan.approximate)
@@ -185,10 +186,14 @@ def _measure(row: Row, zoo: Zoo, model: nn.Module, x: Any, sparsity: float) -> N
     # A forward written anew makes a subclass under the same name.
     row.same_class = isinstance(small, type(model)) and type(small).__name__ == type(model).__name__
     row.error = prove(plan, model, small, x)
-    row.prune, _ = seconds(lambda: fxprune.prune(model, x, sparsity=sparsity, verify=False))
+    row.prune, _ = seconds(
+        lambda: fxprune.prune(model, x, sparsity=sparsity, outputs=only, verify=False)
+    )
     if not by_values:
         both = twice(x, zoo.example(row.model, seed=2))
-        row.graph = largest_error(outputs(small, both), outputs(fxprune.trace(small, x), both))
+        row.graph = largest_error(
+            outputs(small, both, only), outputs(fxprune.trace(small, x), both, only)
+        )
     after = model.state_dict()
     row.untouched = (
         list(before) == list(after)
@@ -197,9 +202,9 @@ def _measure(row: Row, zoo: Zoo, model: nn.Module, x: Any, sparsity: float) -> N
         and not any(m.training for m in model.modules())
     )
     # How many boxes are detected depends on the values; the proof compares them with the masked's.
-    shapes = [[t.shape for t in ts] for ts in (expected, outputs(small, x))]
+    shapes = [[t.shape for t in ts] for ts in (expected, outputs(small, x, only))]
     same_shapes = by_values or shapes[0] == shapes[1]
-    other = outputs(model, zoo.example(row.model, seed=1))
+    other = outputs(model, zoo.example(row.model, seed=1), only)
     named = {what for what, _ in plan.skipped}
     skipped = sum(count(m) for path, m in model.named_modules() if path in named)
     explained = 1 - row.kept + skipped / row.parameters

@@ -41,6 +41,10 @@ class Zoo:
     def example(self, name: str, seed: int = 0) -> Any:
         raise NotImplementedError
 
+    def outputs(self, name: str) -> tuple[str, ...] | None:
+        """Those that people use, where the model returns its insides too."""
+        return None
+
     def is_one(self, name: str, globs: tuple[str, ...]) -> bool:
         return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
@@ -205,6 +209,10 @@ class HuggingFace(Zoo):
             "audio": {"input_features": spots(1, 1, 16, 64, seed=seed)[0],
                       "decoder_input_ids": ids[:, :7]},
         }[HUGGING_FACE[name][3]]  # fmt: skip
+
+    def outputs(self, name: str) -> tuple[str, ...] | None:
+        return {"t5": ("logits",), "whisper": ("logits",),
+                "clip": ("logits_per_image", "logits_per_text")}.get(name)  # fmt: skip
 
 
 FAMILIES: dict[str, Zoo] = {"torchvision": Torchvision(), "timm": Timm(),

@@ -25,6 +25,7 @@ def prune(
     bias: str = "propagate",
     exact: bool = False,
     attention: str = "heads",
+    outputs: str | Iterable[str] | None = None,
     inplace: bool = False,
     as_graph: bool = False,
     verify: bool = True,
@@ -34,7 +35,8 @@ def prune(
     Args:
         model: any module that runs on ``example_input``. It is left untouched.
         example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
-        sparsity, ignore, importance, round_to, bias, exact, attention: see :func:`fxprune.plan`.
+        sparsity, ignore, importance, round_to, bias, exact, attention, outputs: see
+            :func:`fxprune.plan`.
         inplace: change ``model`` itself; an exception leaves it as it was.
         as_graph: return the pruned model as one :class:`torch.fx.GraphModule`, recorded from its
             run on ``example_input`` (:func:`fxprune.trace`), for those who go on with fx passes.
@@ -58,6 +60,7 @@ def prune(
         bias=bias,
         exact=exact,
         attention=attention,
+        outputs=outputs,
     )
     if verify or not inplace:
         small, _ = apply_with_journal(chosen, model, inplace=False, folds=chosen._folds)

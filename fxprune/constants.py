@@ -197,14 +197,24 @@ class Constants(Algebra):
                 read = Read(call, weight.source, dead, constant.clone(), border, out)
                 self.reads.append(read)
             else:
-                self._product_of_activations(call, left, right)
+                self._product_of_activations(call, left, right, dims)
 
-    def _product_of_activations(self, call: Call, left: Axis, right: Axis) -> None:
-        """Dead channels of two activations add the product of their constants: it has to be 0."""
+    def _product_of_activations(
+        self, call: Call, left: Axis, right: Axis, summed: Sequence[int]
+    ) -> None:
+        """Dead channels of two activations add the product of their constants: it has to be 0; but
+        in sums that are dead themselves, as those of a removed head are."""
         dims = tuple(sorted({*left.dims, *right.dims}))
         a, b = (axis.over(dims, _or_nan(axis)) for axis in (left, right))
         units = left.over(dims)
-        dead = self._removed[units] & ~((a == 0) | (b == 0))
+        removed = self._removed[units] & self._removed[right.over(dims)]
+        over = [i for i, d in enumerate(dims) if d in summed]
+        if len(over) < len(dims):
+            whole = removed
+            for i in over:
+                whole = whole.all(i, keepdim=True)
+            removed = removed & ~whole
+        dead = removed & ~((a == 0) | (b == 0))
         if dead.any():
             classes = torch.unique(self._classes[units.expand(dead.shape)[dead]])
             self.lost.append((classes.numpy(), call.name))

@@ -39,6 +39,7 @@ def plan(
     bias: str = "propagate",
     exact: bool = False,
     attention: str = "heads",
+    outputs: str | Iterable[str] | None = None,
 ) -> PruningPlan:
     """Record ``model``, group its channels and choose which go. Nothing is changed.
 
@@ -57,14 +58,18 @@ def plan(
         exact: keep one masked channel as a carrier where zero padding would make a moved constant
             wrong at the border.
         attention: cut attention into whole ``"heads"`` or into ``"head_dim"`` slices.
+        outputs: names of the entries of the mapping or dataclass that the model returns which have
+            to stay as they are (``"logits"``); by default all that it returns keeps its width.
 
     Raises:
         PruningError: a setting, the model or the input cannot be used; the message says why.
     """
-    settings = make_settings(sparsity, ignore, importance, round_to, bias, exact, attention)
+    settings = make_settings(
+        sparsity, ignore, importance, round_to, bias, exact, attention, outputs
+    )
     check_model(model, example_input)
     check_names(model, settings)
-    trace = record(model, example_input)
+    trace = record(model, example_input, settings.outputs)
     return Planner(trace, discover(trace, attention=attention), settings).plan()
 
 

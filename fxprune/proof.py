@@ -59,7 +59,7 @@ def prove(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> 
             "verify=False to go without a proof."
         )
     try:
-        found = outputs(small, example_input)
+        found = outputs(small, example_input, plan.settings.outputs)
     except Exception as error:
         raise ProofError(
             f"the pruned {type(model).__name__} does not run: {type(error).__name__}: {error}. "

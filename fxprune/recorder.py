@@ -14,7 +14,7 @@ import inspect
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from .aten import AtenRecorder
 from .errors import InputError
 from .flags import read_training, training_argument
 from .registry import for_function, for_module, op_name
-from .running import bind_inputs, describe, evaluating, read_attribute, without_state
+from .running import bind_inputs, describe, evaluating, read_attribute, wanted
 from .spec import BASIC, spec
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
@@ -116,8 +116,12 @@ def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
     return module
 
 
-def record(model: nn.Module, example_input: Any) -> Trace:
-    """Run ``model`` once and record it. See :func:`trace`."""
+def record(model: nn.Module, example_input: Any, only: Sequence[str] | None = None) -> Trace:
+    """Run ``model`` once and record it. See :func:`trace`.
+
+    Args:
+        only: names of the entries of its result that are its outputs; None for all.
+    """
     args, kwargs = bind_inputs(example_input)
     recorder = _Recorder(model)
     with (
@@ -129,7 +133,7 @@ def record(model: nn.Module, example_input: Any) -> Trace:
         args, kwargs = recorder.placeholders(args, kwargs)
         try:
             with recorder, recorder.listening():
-                output = without_state(model, model(*args, **kwargs))
+                output = model(*args, **kwargs)
         except Exception as error:
             raise InputError(
                 f"{type(model).__name__} does not run on example_input "
@@ -137,7 +141,7 @@ def record(model: nn.Module, example_input: Any) -> Trace:
                 "model takes: a tensor, a tuple of positional arguments, or a mapping of "
                 "keyword arguments."
             ) from error
-        recorder.graph.output(recorder.argument(output))
+        recorder.graph.output(recorder.argument(wanted(model, output, only)))
     return Trace(
         recorder.graph,
         model,
@@ -456,6 +460,8 @@ class _Recorder(TorchFunctionMode):
             target = operator.getitem
         elif getattr(torch.Tensor, name, None) is func and not name.startswith("__"):
             kind, target = "call_method", name
+        elif func in _OPERATORS:  # which go by the name of what they wrap
+            kind, target = "call_method", _OPERATORS[func]
         return self._record(kind, target, func, args, kwargs, known=for_function(func) is not None)
 
     def _read_size(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -532,6 +538,13 @@ class _Recorder(TorchFunctionMode):
                 before = self._item(before, path[: i + 1], key)
             after = self._add(self.graph.call_function(after_write, (before, node)), other)
             self._learn(other, after, ())
+
+
+# Operators of tensors that are written in Python, such as ``2 ** x``.
+_OPERATORS = {
+    function: name for name, function in vars(torch.Tensor).items()
+    if name.startswith("__") and inspect.isfunction(function) and function.__name__ != name
+}  # fmt: skip
 
 
 def set_item(target: Any, index: Any, value: Any) -> Any:

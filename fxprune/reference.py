@@ -29,11 +29,11 @@ def reference(plan: Any, model: nn.Module, small: nn.Module, example_input: Any)
     """
     masked = plan.mask(model)
     if not plan.approximate:
-        return outputs(masked, example_input)
+        return outputs(masked, example_input, plan.settings.outputs)
     counting = Counting(plan, model, small)
     if all(node.op == "call_module" for node in counting.nodes):
         counting.install(masked)
-        return outputs(masked, example_input)
+        return outputs(masked, example_input, plan.settings.outputs)
     args, kwargs = bind_inputs(example_input)
     with evaluating(masked), torch.no_grad():
         result = KeptOnly(plan, masked, counting).run(*args, *kwargs.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import tree
-from .errors import ModelError
+from .errors import ModelError, SettingError
 
 
 def read_attribute(root: nn.Module, name: str) -> Any:
@@ -103,11 +103,29 @@ def without_state(model: nn.Module, result: Any) -> Any:
     return type(result)(**kept) if is_dataclass(result) else kept
 
 
-def outputs(model: nn.Module, example_input: Any) -> list[Tensor]:
-    """Every tensor that the model returns, in eval mode without gradients; but its own state."""
+def wanted(model: nn.Module, result: Any, only: Sequence[str] | None) -> Any:
+    """What of a model's result has to stay as it is: the entries called ``only``, or all but its
+    own state."""
+    if only is None:
+        return without_state(model, result)
+    if not isinstance(result, Mapping):
+        result = vars(result) if is_dataclass(result) else {}
+    missing = [name for name in only if name not in result]
+    if missing:
+        known = f"only {', '.join(map(repr, result))}" if result else "no mapping or dataclass"
+        raise SettingError(
+            f"outputs: {type(model).__name__} returns no {missing[0]!r}, but {known}"
+        )
+    return {name: result[name] for name in only}
+
+
+def outputs(
+    model: nn.Module, example_input: Any, only: Sequence[str] | None = None
+) -> list[Tensor]:
+    """Every tensor that the model returns and that has to stay, in eval mode without gradients."""
     args, kwargs = bind_inputs(example_input)
     with evaluating(model), torch.no_grad():
-        result = without_state(model, model(*args, **kwargs))
+        result = wanted(model, model(*args, **kwargs), only)
         return [t.detach().clone() for t in tree.tensors(result)]
 
 

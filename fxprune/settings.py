@@ -24,9 +24,10 @@ class Settings:
     bias: str
     exact: bool
     attention: str
+    outputs: tuple[str, ...] | None
 
 
-def make_settings(sparsity, ignore, chosen, round_to, bias, exact, attention) -> Settings:
+def make_settings(sparsity, ignore, chosen, round_to, bias, exact, attention, outputs) -> Settings:
     values = sparsity.values() if isinstance(sparsity, Mapping) else [sparsity]
     for value in values:
         if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= float(value) < 1:
@@ -47,7 +48,13 @@ def make_settings(sparsity, ignore, chosen, round_to, bias, exact, attention) ->
     elif not isinstance(ignore, Iterable):
         raise SettingError(f"ignore={ignore!r} is not a name, a glob, a type, a module or several")
     names = tuple(ignore)
-    return Settings(sparsity, names, chosen, round_to, bias, bool(exact), attention)
+    if isinstance(outputs, str):
+        outputs = (outputs,)
+    elif outputs is not None:
+        outputs = tuple(outputs) if isinstance(outputs, Iterable) else (outputs,)
+        if not outputs or not all(isinstance(name, str) for name in outputs):
+            raise SettingError(f"outputs={outputs!r} are no names of what the model returns")
+    return Settings(sparsity, names, chosen, round_to, bias, bool(exact), attention, outputs)
 
 
 def matches(key: Any, path: str, module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ def test_public_signatures_are_pinned():
         "sparsity: 'float | Mapping[Any, float]' = 0.5, "
         "ignore: 'Iterable[Any] | str | type | nn.Module' = (), importance: 'Any' = 'l2', "
         "round_to: 'int' = 1, bias: 'str' = 'propagate', exact: 'bool' = False, "
-        "attention: 'str' = 'heads'"
+        "attention: 'str' = 'heads', outputs: 'str | Iterable[str] | None' = None"
     )
     head = "(model: 'nn.Module', example_input: 'Any'"
     signature = {name: str(inspect.signature(getattr(fxprune, name)))
