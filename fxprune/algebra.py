@@ -564,8 +564,8 @@ class Algebra:
         """``y``, a reduction of ``x`` over ``dims`` that leaves a constant map's constant."""
         return y
 
-    def averaged(self, y: Channels, x: Channels) -> Channels:
-        """``y``, weighted means of slices of ``x`` along a dimension without channels."""
+    def averaged(self, y: Channels, x: Channels, dim: int) -> Channels:
+        """``y``, weighted means of slices of ``x`` along ``dim``: a constant map's constant."""
         return y
 
     def keep_rows(self, x: Channels, dim: int, item: Any) -> None:

@@ -127,8 +127,18 @@ def take(x: Tensor, dim: int, positions: list[int]) -> Tensor:
     return x.index_select(dim, torch.tensor(positions, device=x.device))
 
 
-def rewrite(trace: Trace, index: int, faults: list[Fault], replay: Replay) -> Code:
+def by_mode(training: bool, train: Any, evaluate: Any) -> Any:
+    """A number of the code that depends on the mode (``p if self.training else 0.0``)."""
+    return train if training else evaluate
+
+
+def rewrite(
+    trace: Trace, index: int, faults: list[Fault], replay: Replay, trained: Callable[[], Trace]
+) -> Code:
     """New code for the module of call ``index``, whose own has faults.
+
+    Args:
+        trained: gives the trace of the model in training mode.
 
     Raises:
         CannotRewrite: with the reason.
@@ -136,13 +146,23 @@ def rewrite(trace: Trace, index: int, faults: list[Fault], replay: Replay) -> Co
     path = trace.calls[index].path
     if sum(call.path == path for call in trace.calls) > 1:
         raise CannotRewrite(f"{path or 'the model'} runs more than once")
-    return Code.of(_Body(trace, index, faults, replay).build())
+    return Code.of(_Body(trace, index, faults, replay, trained).build())
 
 
 class _Body:
     """The part of a trace that one module's forward has written."""
 
-    def __init__(self, trace: Trace, index: int, faults: list[Fault], replay: Replay) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        index: int,
+        faults: list[Fault],
+        replay: Replay,
+        trained: Callable[[], Trace],
+    ) -> None:
+        self.trained = trained
+        # Arguments of a node that are others in training mode: (position or name, value there).
+        self.modes: dict[fx.Node, list[tuple[int | str, Any]]] = {}
         self.replay = replay
         self.trace = trace
         self.index = index
@@ -191,9 +211,31 @@ class _Body:
             raise CannotRewrite(f"the code of {self.name} depends on the values of tensors")
         forward = type(self.module).forward
         names = getattr(getattr(forward, "__code__", None), "co_names", ())
-        inside = [n for n in self.trace.graph.nodes if n.meta.get("call") == self.index]
+        inside = own_nodes(self.trace, self.index)
         if "training" in names and not any(training_argument(n) for n in inside):
+            self._compare_modes(inside)
+
+    def _compare_modes(self, inside: list[fx.Node]) -> None:
+        """The code has to do the same in training mode, but for numbers that it passes on."""
+        try:
+            other = self.trained()
+        except PruningError as error:
+            raise CannotRewrite(f"{self.name} does not run in training mode") from error
+        runs = [i for i, call in enumerate(other.calls) if call.path == self.call.path]
+        nodes = own_nodes(other, runs[0]) if len(runs) == 1 else []
+        if [(n.op, n.target) for n in nodes] != [(n.op, n.target) for n in inside]:
             raise CannotRewrite(f"{self.name} runs other code in training mode")
+        for mine, theirs in zip(inside, nodes, strict=True):
+            if len(mine.args) != len(theirs.args) or mine.kwargs.keys() != theirs.kwargs.keys():
+                raise CannotRewrite(f"{self.name} runs other code in training mode")
+            places = [*range(len(mine.args)), *mine.kwargs]
+            for place in places:
+                here, there = (
+                    n.args[place] if isinstance(place, int) else n.kwargs[place]
+                    for n in (mine, theirs)
+                )  # fmt: skip
+                if isinstance(here, _PLAIN) and isinstance(there, _PLAIN) and here != there:
+                    self.modes.setdefault(mine, []).append((place, there))
 
     def _placeholders(self) -> None:
         parameters = inspect.signature(self.module.forward).parameters
@@ -283,10 +325,19 @@ class _Body:
             else:
                 kwargs[name] = corrected(kwargs.get(name), size.computed, size.needed)
         target = self._relative(str(node.target)) if node.op == "call_module" else node.target
-        flag = training_argument(node)
+        flag = None if self.modes else training_argument(node)
         new = self.graph.create_node(node.op, target, self._value(args), self._value(kwargs))
         if flag is not None:
             read_training(new, flag)
+        for place, train in self.modes.get(node, ()):
+            with self.graph.inserting_before(new):
+                training = self.graph.create_node("get_attr", "training")
+                old = new.args[place] if isinstance(place, int) else new.kwargs[place]
+                value = self.graph.call_function(by_mode, (training, train, old))
+            if isinstance(place, int):
+                new.update_arg(place, value)
+            else:
+                new.update_kwarg(place, value)
         if node in self.orders:
             for dim, positions in self.orders[node].takes:
                 new = self.graph.call_function(take, (new, dim, positions.tolist()))
@@ -341,6 +392,17 @@ def corrected(argument: Any, computed: Any, needed: Any) -> Any:
     if sequences and len(argument) == len(needed):
         return type(needed)(map(corrected, argument, computed, needed))
     return needed
+
+
+_PLAIN = (bool, int, float, type(None))
+
+
+def own_nodes(trace: Trace, index: int) -> list[fx.Node]:
+    """The calls that a module's own code makes."""
+    return [
+        n for n in trace.graph.nodes
+        if n.meta.get("call") == index and n.op in ("call_function", "call_method", "call_module")
+    ]  # fmt: skip
 
 
 def _nodes(value: Any) -> list[Any]:

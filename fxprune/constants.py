@@ -254,10 +254,10 @@ class Constants(Algebra):
         axes = (replace(a, constant=before.get(id(a.units), a.constant)) for a in y.axes)
         return replace(y, axes=tuple(axes))
 
-    def averaged(self, y: Channels, x: Channels) -> Channels:
+    def averaged(self, y: Channels, x: Channels, dim: int) -> Channels:
         axes = []
         for axis in y.axes:
-            same = [o for o in x.axes if o.dims == axis.dims and not o.border]
+            same = [o for o in x.axes if o.dims == axis.dims and dim not in o.dims and not o.border]
             axes.append(replace(axis, constant=same[0].constant) if same else axis)
         return replace(y, axes=tuple(axes))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -70,13 +71,26 @@ def plan(
     check_model(model, example_input)
     check_names(model, settings)
     trace = record(model, example_input, settings.outputs)
-    return Planner(trace, discover(trace, attention=attention), settings).plan()
+    relations = discover(trace, attention=attention)
+    trained = partial(record, model, example_input, settings.outputs, training=True)
+    return Planner(trace, relations, settings, trained).plan()
 
 
 class Planner:
     """From relations to a plan: choose, follow the constants, replay; freeze what does not fit."""
 
-    def __init__(self, trace: Trace, relations: Relations, settings: Settings) -> None:
+    """Args:
+    trained: gives the trace of the model in training mode, for code that asks for the mode.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        relations: Relations,
+        settings: Settings,
+        trained: Callable[[], Trace],
+    ) -> None:
+        self.trained = cache(trained)
         self.trace = trace
         self.relations = relations
         self.settings = settings
@@ -288,16 +302,15 @@ class Planner:
         by_call: dict[int, list[Fault]] = {}
         for fault in replay.faults:
             by_call.setdefault(fault.call, []).append(fault)
-        stands = True
         for index, faults in by_call.items():
             try:
-                self.code[self.trace.calls[index].path] = rewrite(self.trace, index, faults, replay)
+                code = rewrite(self.trace, index, faults, replay, self.trained)
             except CannotRewrite as error:
-                stands = False
                 self._freeze_fault(faults[0], str(error))
-        if not stands:
-            self.attributes.clear()
-        return stands
+                self.attributes.clear()
+                return False
+            self.code[self.trace.calls[index].path] = code
+        return True
 
     def _set_attributes(self, replay: Replay) -> bool:
         """Whether some attribute is to have a new value, on which all its uses agree so far."""

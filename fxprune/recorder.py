@@ -116,16 +116,23 @@ def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
     return module
 
 
-def record(model: nn.Module, example_input: Any, only: Sequence[str] | None = None) -> Trace:
+def record(
+    model: nn.Module,
+    example_input: Any,
+    only: Sequence[str] | None = None,
+    *,
+    training: bool = False,
+) -> Trace:
     """Run ``model`` once and record it. See :func:`trace`.
 
     Args:
         only: names of the entries of its result that are its outputs; None for all.
+        training: run it in training mode, to see what its code does there.
     """
     args, kwargs = bind_inputs(example_input)
     recorder = _Recorder(model)
     with (
-        evaluating(model),
+        evaluating(model, training=training),
         _traced_attributes(model, recorder),
         torch.no_grad(),
         _module_calls(recorder),

@@ -34,9 +34,9 @@ def bind_inputs(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside. Afterwards all is as it was: flags, buffers, whatever the modules have set
-    on themselves while running, and the state of the random number generators."""
+def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
+    """Eval mode inside, or training mode. Afterwards all is as it was: flags, buffers, whatever the
+    modules have set on themselves while running, and the state of the random number generators."""
     spaces = [
         (space, dict(space))
         for m in model.modules()
@@ -49,7 +49,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
         for m in model.modules():
-            vars(m)["training"] = False
+            vars(m)["training"] = training
         torch.backends.mha.set_fastpath_enabled(False)  # it would hide the layers from the trace
         try:
             yield

@@ -43,7 +43,7 @@ def mix(a, call, q, k, v, masks=()):
     scores = product(a, call, q, turned(k, rank))
     scores = a.meet(call, [scores, *masks], None, scores.shape)
     scores = a.freeze_dims(scores, [rank - 1], "softmax mixes them", call)
-    return a.averaged(product(a, call, scores, v), v)
+    return a.averaged(product(a, call, scores, v), v, rank - 2)
 
 
 def turned(x, rank):

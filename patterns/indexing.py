@@ -96,6 +96,8 @@ def pick(a, call, x, index, shape):
                 x = a.freeze_dims(x, [dim], reason, call)
                 at = a.positions(call, item, x, dim)
             item = at
+        if isinstance(item, slice) and x.axis(dim) is None:
+            item = slice(None)  # no channels there: which positions, even none, does not matter
         if dim is not None and not is_full(item):
             a.keep_rows(x, dim, item)
             touched.append(dim)

@@ -15,7 +15,7 @@ def matmul(a, call):
         x, y = y, x
     z = product(a, call, x, y)
     if len(x.shape) == len(y.shape) and x.weights == len(x.shape) - 1:
-        z = a.averaged(z, y)  # as attention does
+        z = a.averaged(z, y, len(y.shape) - 2)  # as attention does
     return z
 
 

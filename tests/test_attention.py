@@ -256,6 +256,25 @@ def test_29_linear_attention(how):
     check(net, tokens(), attention=how, shrinks=how == "heads")
 
 
+@pytest.mark.parametrize("how", HOW)
+def test_29_attention_across_channels(how):
+    """As in XCiT: the softmax runs along the slices of a head, and these are summed."""
+
+    def forward(s, x):
+        b, n, c = x.shape
+        qkv = s.qkv(F.silu(s.inp(x))).reshape(b, n, 3, s.heads, -1).permute(2, 0, 3, 4, 1)
+        q, k, v = qkv.unbind(0)
+        q, k = (F.normalize(t, dim=-1) for t in (q, k))
+        w = (q @ k.transpose(-2, -1) * s.temperature).softmax(-1)
+        return s.out((w @ v).permute(0, 3, 1, 2).reshape(b, n, -1))
+
+    net = Net(forward, inp=nn.Linear(6, 16), qkv=nn.Linear(16, 48), out=nn.Linear(16, 3),
+              temperature=nn.Parameter(torch.ones(4, 1, 1)))  # fmt: skip
+    net.heads = 4
+    plan, small = check(net, tokens(), attention=how)
+    assert small.inp.out_features == 8
+
+
 class ViT(nn.Module):
     def __init__(self, c=16, heads=4, depth=2):
         super().__init__()

@@ -64,6 +64,32 @@ def test_dropout_follows_the_training_flag(planned):
     assert difference([small.eval()(x)], [small(x)]) == 0
 
 
+class TrainsOtherwise(nn.Module):
+    """A number that depends on the mode, as people write it around attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(3, 8, 1), nn.Linear(8, 2)
+        self.drop = nn.Dropout(0.4)
+
+    def forward(self, x):
+        y = F.silu(self.conv(x)).view(-1, 8, 64).transpose(1, 2)
+        y = F.scaled_dot_product_attention(
+            y, y, y, dropout_p=self.drop.p if self.training else 0.0, scale=0.3
+        )
+        return self.out(y)
+
+
+def test_a_number_that_depends_on_the_mode_goes_on_doing_so():
+    model = awake(TrainsOtherwise())
+    plan = fxprune.plan(model, batch(2))
+    small = plan.apply(model)
+    assert small.conv.out_channels == 4 and "0.4" in plan.code[""].source
+    assert difference(run(plan.mask(model), batch(3)), run(small, batch(3))) < 1e-9
+    assert torch.equal(small(batch(2)), small(batch(2)))
+    assert not torch.equal(small.train()(batch(2)), small(batch(2)))
+
+
 def test_code_that_differs_in_training_mode_is_left_whole():
     class Other(Literal):
         def forward(self, x):

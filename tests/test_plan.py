@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import fxprune
 
-from .oracle import difference, run
+from .oracle import awake, difference, run
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -160,3 +160,31 @@ def test_planning_twice_gives_the_same_plan_and_a_plan_serves_a_retrained_model(
     other = coupled(seed=3)
     small, masked = first.apply(other), first.mask(other)
     assert difference(run(small, X), run(masked, X)) < 1e-5
+
+
+class Returns(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(4, 8), nn.Linear(8, 2), how
+
+    def forward(self, x):
+        hidden = torch.sigmoid(self.a(x))
+        if self.how == "tensor":
+            return self.b(hidden)
+        return {"logits": self.b(hidden), "hidden": hidden}
+
+
+def test_outputs_that_are_not_asked_for_may_shrink():
+    model = awake(Returns("mapping"))
+    x = torch.randn(3, 4, dtype=torch.float64)
+    assert fxprune.prune(model, x)(x)["hidden"].shape == (3, 8)
+    small = fxprune.prune(model, x, outputs="logits")
+    assert small(x)["hidden"].shape == (3, 4) and small(x)["logits"].shape == (3, 2)
+
+
+@pytest.mark.parametrize("how, name, words", [
+    ("mapping", "logit", "only 'logits', 'hidden'"), ("tensor", "logits", "no mapping"),
+])  # fmt: skip
+def test_outputs_that_the_model_does_not_return_are_an_error(how, name, words):
+    with pytest.raises(fxprune.SettingError, match=words):
+        fxprune.plan(Returns(how), torch.randn(3, 4), outputs=[name])
