@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from . import sizes
+from . import registry, sizes
 from .algebra import Algebra, computed_by_hook
 from .call import Call, Named, Roles
 from .channels import Axis, Channels, SourceAxis
@@ -223,6 +223,7 @@ class Replay(Algebra):
 
     def run(self) -> None:
         super().run()
+        self._tied_sizes()
         for index, call in enumerate(self.trace.calls):
             for question in {q.key: q for q in call.questions}.values():
                 operands = tuple(map(self.at_new_widths, question.operands))
@@ -392,14 +393,8 @@ class Replay(Algebra):
             return
         if computed_by_hook(call.module):
             return  # left whole
-        views = {}
-        for name in tensor_names(call.module):
-            value = self.member(call, name)
-            if value is not None and value.name in self._by_name:
-                views[name] = self.view_shape(value.name)
-            elif value is not None:
-                views[name] = value.spec.shape
-        if views and not any(v.name in self._by_name for k in views if (v := self.member(call, k))):
+        views, spoken = self._views(call)
+        if views and not spoken:
             return  # its pattern has not spoken of its tensors: they stay whole
         first = call.inputs[0] if call.inputs else None
         shape = first.shape if isinstance(first, Channels) else ()
@@ -417,6 +412,31 @@ class Replay(Algebra):
             units = torch.cat([a.units.reshape(-1) for x in call.inputs if isinstance(x, Channels)
                                for a in x.axes] or [torch.zeros(0, dtype=torch.int64)])  # fmt: skip
             raise Mismatch(units, f"two calls of {call.path} would need different sizes", call)
+
+    def _views(self, call: Call) -> tuple[dict[str, tuple[int, ...]], bool]:
+        """New shapes of a leaf module's tensors, as patterns see them, and whether any has axes."""
+        views, spoken = {}, False
+        for name in tensor_names(call.module):
+            value = self.member(call, name)
+            if value is not None:
+                known = value.name in self._by_name
+                views[name] = self.view_shape(value.name) if known else value.spec.shape
+                spoken = spoken or known
+        return views, spoken
+
+    def _tied_sizes(self) -> None:
+        """New attributes of layers that are not called, but share a tensor with one that is."""
+        for path, module in self.modules.items():
+            pattern = None if path in self.trace.called else registry.for_module(module)
+            if pattern is None or pattern.attributes is None or path in self.module_sizes:
+                continue
+            node = next(iter(self.trace.graph.nodes))  # it has none of its own
+            call = Call(self, node, pattern, (), {}, module=module, path=path)
+            views, spoken = self._views(call)
+            if spoken and set(views) <= {"weight", "bias"}:  # with no input, a norm says nothing
+                found = pattern.attributes(module, NewSizes(self, node, views))
+                changed = {k: v for k, v in found.items() if getattr(module, k) != v}
+                self.module_sizes[path] = changed
 
     def source(self, value: Named, roles: Roles, view: tuple[int, ...] | None) -> Channels:
         rank = len(value.spec.shape if view is None else view)

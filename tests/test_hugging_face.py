@@ -1,0 +1,120 @@
+"""Models of Hugging Face stay models of Hugging Face: class, configuration, ``generate``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fxprune
+from fxprune.proof import largest_error, prove
+from fxprune.running import outputs
+
+from .oracle import awake, permutation_moves_nothing
+
+transformers = pytest.importorskip("transformers")
+
+TEXT = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 48, "max_position_embeddings": 40}  # fmt: skip
+IDS = {"input_ids": torch.randint(2, 50, (2, 9), generator=torch.Generator().manual_seed(1))}
+
+
+def llama():
+    config = transformers.LlamaConfig(**TEXT, num_key_value_heads=2)
+    return transformers.LlamaForCausalLM(config)
+
+
+def bert():
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**TEXT))
+
+
+def gpt2():
+    config = transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_inner=48,
+                                     n_positions=40, bos_token_id=0, eos_token_id=1)  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def t5():
+    config = transformers.T5Config(vocab_size=50, d_model=32, d_ff=48, d_kv=8, num_layers=2,
+                                   num_heads=4, decoder_start_token_id=0)  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+MODELS = {
+    llama: {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2,
+            "num_key_value_heads": 1},
+    bert: {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2},
+    gpt2: {"n_embd": 16, "n_head": 2, "n_inner": 24},
+}  # fmt: skip
+
+
+@pytest.fixture(params=MODELS, ids=lambda build: build.__name__)
+def pruned(request):
+    torch.manual_seed(0)
+    model = awake(request.param())
+    plan = fxprune.plan(model, IDS)
+    return request.param, model, plan, plan.apply(model)
+
+
+def test_the_model_shrinks_and_the_proof_holds(pruned):
+    build, model, plan, small = pruned
+    assert type(small) is type(model) and prove(plan, model, small, IDS) <= 1e-6  # norms in float32
+    body = [sum(p.numel() for n, p in m.named_parameters() if "emb" not in n and "wte" not in n)
+            for m in (small, model)]  # fmt: skip
+    assert body[0] < 0.4 * body[1]
+
+
+def test_the_configuration_tells_the_truth(pruned):
+    build, model, plan, small = pruned
+    for key, value in MODELS[build].items():
+        assert getattr(small.config, key) == value != getattr(model.config, key)
+    same = {"vocab_size", "num_hidden_layers", "n_layer", "max_position_embeddings", "eos_token_id"}
+    for key in same & vars(model.config).keys():
+        assert getattr(small.config, key) == getattr(model.config, key)
+
+
+def test_save_pretrained_goes_round(pruned, tmp_path):
+    build, model, plan, small = pruned
+    small.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert largest_error(outputs(small, IDS), outputs(again, IDS)) < 1e-6
+
+
+@pytest.mark.parametrize("build", [bert, gpt2], ids=lambda build: build.__name__)
+def test_permuting_units_moves_no_output(build):
+    torch.manual_seed(0)
+    model = awake(build())
+    inputs = {**IDS, "use_cache": False}  # whose heads would stand in another order
+    permutation_moves_nothing(fxprune.plan(model, inputs), model, inputs)
+
+
+STREAM = {llama: ["*embed_tokens", "*o_proj", "*down_proj"], gpt2: ["*wte", "*wpe", "*c_proj"]}
+
+
+@pytest.mark.parametrize("build", STREAM, ids=lambda build: build.__name__)
+def test_generating_with_the_cache_gives_what_the_masked_model_gives(build):
+    torch.manual_seed(0)
+    model = awake(build())
+    # The stream stays: what its norms would make of fewer channels, no mask can say.
+    plan = fxprune.plan(model, IDS, ignore=STREAM[build])
+    assert sum(len(g.removed) > 0 for g in plan.groups) == 4 and not plan.approximate
+    settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    wide, small = (m.generate(**IDS, **settings) for m in (plan.mask(model), plan.apply(model)))
+    assert wide.shape == (2, 29) and torch.equal(wide, small)
+
+
+def test_an_encoder_and_a_decoder_shrink_where_only_the_logits_are_asked_for():
+    torch.manual_seed(0)
+    model = awake(t5())
+    inputs = {**IDS, "decoder_input_ids": IDS["input_ids"][:, :4]}
+    plan = fxprune.plan(model, inputs, outputs="logits")
+    small = plan.apply(model)
+    assert small.shared.embedding_dim == 16 and small.config.d_ff == 24
+    assert prove(plan, model, small, inputs) < 1e-6
+
+
+def test_a_configuration_that_cannot_tell_is_left_and_noted():
+    torch.manual_seed(0)
+    model = awake(bert())
+    plan = fxprune.plan(model, IDS, sparsity={"*layer.0.intermediate*": 0.5})
+    assert plan.apply(model).config.intermediate_size == 48
+    assert any(what == "config" for what, _ in plan.notes)
