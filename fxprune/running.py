@@ -59,7 +59,8 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
                 _restore(space, before)
             with torch.no_grad():
                 for buffer, version, values in buffers:
-                    if version is None or _version(buffer) != version:
+                    # Batch norms that train write to theirs without telling.
+                    if training or version is None or _version(buffer) != version:
                         buffer.copy_(values)
 
 

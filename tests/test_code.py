@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import fxprune
 
-from .oracle import awake, difference, run
+from .oracle import awake, difference, run, state
 
 
 class Literal(nn.Module):
@@ -70,10 +70,11 @@ class TrainsOtherwise(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv, self.out = nn.Conv2d(3, 8, 1), nn.Linear(8, 2)
+        self.norm = nn.BatchNorm2d(8)
         self.drop = nn.Dropout(0.4)
 
     def forward(self, x):
-        y = F.silu(self.conv(x)).view(-1, 8, 64).transpose(1, 2)
+        y = F.silu(self.norm(self.conv(x))).view(-1, 8, 64).transpose(1, 2)
         y = F.scaled_dot_product_attention(
             y, y, y, dropout_p=self.drop.p if self.training else 0.0, scale=0.3
         )
@@ -82,12 +83,15 @@ class TrainsOtherwise(nn.Module):
 
 def test_a_number_that_depends_on_the_mode_goes_on_doing_so():
     model = awake(TrainsOtherwise())
+    before = state(model)
     plan = fxprune.plan(model, batch(2))
     small = plan.apply(model)
     assert small.conv.out_channels == 4 and "0.4" in plan.code[""].source
     assert difference(run(plan.mask(model), batch(3)), run(small, batch(3))) < 1e-9
     assert torch.equal(small(batch(2)), small(batch(2)))
     assert not torch.equal(small.train()(batch(2)), small(batch(2)))
+    # Looking at what the code does in training mode has left the statistics alone.
+    assert all(torch.equal(value, before[name]) for name, value in state(model).items())
 
 
 def test_code_that_differs_in_training_mode_is_left_whole():
