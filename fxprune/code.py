@@ -133,12 +133,16 @@ def by_mode(training: bool, train: Any, evaluate: Any) -> Any:
 
 
 def rewrite(
-    trace: Trace, index: int, faults: list[Fault], replay: Replay, trained: Callable[[], Trace]
+    trace: Trace,
+    index: int,
+    faults: list[Fault],
+    replay: Replay,
+    trained: Callable[[], Trace | None],
 ) -> Code:
     """New code for the module of call ``index``, whose own has faults.
 
     Args:
-        trained: gives the trace of the model in training mode.
+        trained: gives the trace of the model in training mode, None where it does not run so.
 
     Raises:
         CannotRewrite: with the reason.
@@ -158,7 +162,7 @@ class _Body:
         index: int,
         faults: list[Fault],
         replay: Replay,
-        trained: Callable[[], Trace],
+        trained: Callable[[], Trace | None],
     ) -> None:
         self.trained = trained
         # Arguments of a node that are others in training mode: (position or name, value there).
@@ -217,10 +221,9 @@ class _Body:
 
     def _compare_modes(self, inside: list[fx.Node]) -> None:
         """The code has to do the same in training mode, but for numbers that it passes on."""
-        try:
-            other = self.trained()
-        except PruningError as error:
-            raise CannotRewrite(f"{self.name} does not run in training mode") from error
+        other = self.trained()
+        if other is None:
+            raise CannotRewrite(f"{self.name} does not run in training mode")
         runs = [i for i, call in enumerate(other.calls) if call.path == self.call.path]
         nodes = own_nodes(other, runs[0]) if len(runs) == 1 else []
         if [(n.op, n.target) for n in nodes] != [(n.op, n.target) for n in inside]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from .check import check_model
 from .code import Borrowed, CannotRewrite, Code, rewrite
 from .constants import Constants
 from .discover import Relations, discover
-from .errors import PruningWarning
+from .errors import InputError, PruningWarning
 from .faults import Fault
 from .fold import folds
 from .pruning_plan import ChannelGroup, Fusion, PruningPlan
@@ -72,7 +72,14 @@ def plan(
     check_names(model, settings)
     trace = record(model, example_input, settings.outputs)
     relations = discover(trace, attention=attention)
-    trained = partial(record, model, example_input, settings.outputs, training=True)
+
+    @cache
+    def trained() -> Trace | None:
+        try:
+            return record(model, example_input, settings.outputs, training=True)
+        except InputError:
+            return None
+
     return Planner(trace, relations, settings, trained).plan()
 
 
@@ -80,7 +87,8 @@ class Planner:
     """From relations to a plan: choose, follow the constants, replay; freeze what does not fit."""
 
     """Args:
-    trained: gives the trace of the model in training mode, for code that asks for the mode.
+    trained: gives the trace of the model in training mode, for code that asks for the mode; None
+        where it does not run so.
     """
 
     def __init__(
@@ -88,9 +96,9 @@ class Planner:
         trace: Trace,
         relations: Relations,
         settings: Settings,
-        trained: Callable[[], Trace],
+        trained: Callable[[], Trace | None],
     ) -> None:
-        self.trained = cache(trained)
+        self.trained = trained
         self.trace = trace
         self.relations = relations
         self.settings = settings

@@ -35,8 +35,9 @@ def bind_inputs(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
-    """Eval mode inside, or training mode. Afterwards all is as it was: flags, buffers, whatever the
-    modules have set on themselves while running, and the state of the random number generators."""
+    """Eval mode inside; or training mode, but for PyTorch's own layers: a norm might not run in it.
+    Afterwards all is as it was: flags, buffers, whatever the modules have set on themselves while
+    running, and the state of the random number generators."""
     spaces = [
         (space, dict(space))
         for m in model.modules()
@@ -49,7 +50,8 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
         for m in model.modules():
-            vars(m)["training"] = training
+            of_torch = type(m).__module__.startswith("torch.nn.") and not any(m.children())
+            vars(m)["training"] = training and not of_torch
         torch.backends.mha.set_fastpath_enabled(False)  # it would hide the layers from the trace
         try:
             yield
