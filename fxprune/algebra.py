@@ -577,11 +577,11 @@ class Algebra:
     def positions(self, call: Call, index: Any, x: Channels, dim: int) -> Tensor | None:
         """An index tensor's values where ``x`` has channels along ``dim``: None if it is data.
 
-        Where it has none, positions do not matter and zeros stand for them.
+        Where it has none, positions do not matter and zeros stand for them, one if there are none.
         """
         if x.axis(dim) is None:
             spec = index.spec if isinstance(index, Named) else index
-            return torch.zeros(spec.shape, dtype=torch.int64)
+            return torch.zeros([max(n, 1) for n in spec.shape], dtype=torch.int64)
         if isinstance(index, Tensor):
             return index
         return self.index_values(call, index, x, dim) if isinstance(index, Named) else None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 from fxprune.call import Named
-from fxprune.channels import Channels
+from fxprune.channels import Channels, remap
 from fxprune.recorder import set_item
 from fxprune.registry import function, op
 
@@ -75,9 +76,28 @@ def as_tuple(index):
     return index if isinstance(index, tuple) else (index,)
 
 
+def masked_dims(call):
+    """Over how many leading dimensions a mask picks, and nothing else does; 0 where none."""
+    index = as_tuple(call.node.args[1])
+    if not index or not isinstance(index[0], fx.Node) or not is_mask(index[0]):
+        return 0
+    alone = all(item is Ellipsis or is_full(item) for item in index[1:])
+    return len(index[0].meta["spec"].shape) if alone else 0
+
+
+def where_masked(a, call, x, rank, shape):
+    """(picked positions, the other dimensions)."""
+    reason = f"positions that are data are read from it in {call.name}"
+    x = a.freeze_dims(x, range(rank), reason, call)
+    return remap(x, {d: d - rank + 1 for d in range(rank, len(x.shape))}, shape)
+
+
 @op("getitem", kind="getitem", resize=new_index)
 def getitem(a, call):
     """Slices and constant indices run on the labels; an index that is data freezes them."""
+    rank = masked_dims(call)
+    if rank:
+        return where_masked(a, call, call.channels(), rank, call.shape)
     masks = [n for n in call.node.all_input_nodes[1:] if is_mask(n)]
     if masks or any(isinstance(i, slice) and is_data(i) for i in as_tuple(call.arg(1, "index"))):
         return a.unknown(call, f"positions that are data are read from it in {call.name}")
@@ -105,20 +125,49 @@ def pick(a, call, x, index, shape):
     return a.move(call, x, lambda t: t[tuple(items)], shape, touched=touched)
 
 
+def set_masked(a, call, x, rank, written):
+    """A number goes wherever the mask is set; a tensor's rows to the positions it picks."""
+    if written is None:
+        mask = a.channels(as_tuple(call.arg(1, "index"))[0])
+        wide = remap(mask, {d: d for d in range(rank)}, mask.shape + (1,) * (len(x.shape) - rank))
+        return a.forget(a.meet(call, [x, wide], None, x.shape))
+    rest = x.shape[rank:]
+    rows = written.shape[0] if len(written.shape) > len(rest) else 1
+    part = where_masked(a, call, x, rank, (rows, *rest))
+    a.meet(call, [part, written], None, part.shape)
+    return a.forget(x)
+
+
+def standing_for(index):
+    """An index whose tensors are zeros: which positions they hold does not matter for shapes."""
+
+    def stand_in(item):
+        if isinstance(item, (Channels, Named)):
+            shape = item.spec.shape if isinstance(item, Named) else item.shape
+            return torch.zeros(shape, dtype=torch.int64)
+        return item
+
+    return tuple(map(stand_in, index)) if isinstance(index, tuple) else stand_in(index)
+
+
 @function(set_item, resize=new_index)
 def setitem(a, call):
     """What is written shares its units with where it is written."""
     x, index, value = call.channels(), call.arg(1, "index"), call.arg(2, "value")
     written = a.channels(value) if isinstance(value, (Channels, Named)) else None
+    rank = masked_dims(call)
+    if rank:
+        return set_masked(a, call, x, rank, written)
+    masks = [n for n in call.node.all_input_nodes[1:] if n is not call.node.args[2] and is_mask(n)]
     for _, dim, item in per_dim(x, index):
-        if is_data(item) and x.touching([dim]):
+        if (
+            masks
+            or (isinstance(item, slice) and is_data(item))
+            or (is_data(item) and x.touching([dim]))
+        ):
             a.freeze_all([x, written], f"positions that are data are written in {call.name}", call)
             return a.forget(x)
-    if any(is_data(item) for _, _, item in per_dim(x, index)):
-        if written is not None:
-            a.freeze_all([x, written], f"positions that are data are written in {call.name}", call)
-        return a.forget(x)
-    shape = tuple(torch.empty(x.shape, device="meta")[index].shape)
+    shape = tuple(torch.empty(x.shape, device="meta")[standing_for(index)].shape)
     part = pick(a, call, x, index, shape)
     a.distinguish(part)
     if written is not None:
@@ -175,6 +224,19 @@ def index_select(a, call):
         x = a.freeze_dims(x, [dim], reason, call)
         at = a.positions(call, call.arg(2, "index"), x, dim)
     return a.move(call, x, lambda t: t.index_select(dim, at), touched=[dim])
+
+
+@op("index_add", "index_copy")
+def index_add(a, call):
+    """Rows of another tensor are added to, or put in the place of, rows of x."""
+    x, dim, source = call.channels(), call.arg(1, "dim"), a.channels(call.arg(3, "source"))
+    reason = f"positions that are data are written in {call.name}"
+    dim %= len(x.shape)
+    x, source = (a.freeze_dims(t, [dim], reason, call) for t in (x, source))
+    one = tuple(1 if d == dim else n for d, n in enumerate(x.shape))
+    rows = [Channels(one, t.axes) for t in (x, source)]
+    met = a.meet(call, rows, None, one)
+    return a.forget(Channels(x.shape, met.axes))
 
 
 @op("masked_select", "nonzero", "argmax", "argmin", "argsort", "sort", "topk", "multinomial",
