@@ -20,10 +20,10 @@ from torch import Tensor, fx
 
 from . import sizes, tree
 from .errors import PruningError
-from .faults import Fault, WrongOrder, WrongSize
+from .faults import Fault, WrongOrder, WrongSize, same_sizes
 from .flags import read_training, training_argument
 from .recorder import ModuleCall, Trace
-from .replay import Replay, same_sizes
+from .replay import Replay
 from .running import read_attribute
 
 

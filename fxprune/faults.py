@@ -11,6 +11,8 @@ import numpy as np
 from torch import Tensor, fx
 
 from . import sizes
+from .call import Named
+from .channels import Channels
 
 # An attribute of the model, or an item of one that is a sequence, and the value it should have.
 Proposal = tuple[str, int | None, Any]
@@ -140,3 +142,20 @@ def shown(size: Any) -> str:
     if isinstance(size, (tuple, list)):
         return f"({', '.join(map(shown, size))})"
     return str(size) if isinstance(size, (int, float, type(None))) else "…"
+
+
+def same_sizes(computed: Any, needed: Any) -> bool:
+    """Whether what the code computes is what is needed; -1 is worked out by the op itself."""
+    if isinstance(needed, (tuple, list)):
+        return (
+            isinstance(computed, (tuple, list))
+            and len(computed) == len(needed)
+            and all(map(same_sizes, computed, needed))
+        )
+    if isinstance(needed, slice):
+        return isinstance(computed, slice) and same_sizes(
+            (computed.start, computed.stop), (needed.start, needed.stop)
+        )
+    if isinstance(needed, int) and isinstance(computed, int):
+        return computed in (needed, -1)
+    return isinstance(needed, (Channels, Named, Tensor)) or computed is needed or computed == needed

@@ -31,7 +31,7 @@ class Pattern:
         rule: states the channel algebra of one call.
         kind: the word for this node in the name of a fusion (``"conv"``, ``"act"``, …).
         attributes: module attributes after shrinking; ``attributes(module, new) -> {name: value}``
-            with the new widths in ``new``, a :class:`fxprune.replay.NewSizes`.
+            with the new widths in ``new``, a :class:`fxprune.widths.NewSizes`.
         resize: the arguments that hold sizes, as they have to be after shrinking;
             ``resize(call, new) -> {(position, name): value}``.
         absorb: name of the buffer that a constant added to the input can be subtracted from.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,11 @@ from .algebra import Algebra, computed_by_hook
 from .call import Call, Named, Roles
 from .channels import Axis, Channels, SourceAxis
 from .discover import Relations
-from .faults import Fault, WrongAnswer, WrongOrder, WrongSize
+from .faults import Fault, WrongAnswer, WrongOrder, WrongSize, same_sizes
 from .layout import view_dims
 from .recorder import Trace
 from .running import read_attribute
-from .spec import Spec
+from .widths import NewSizes
 
 _MANY = 2**31  # more than there are labels: two of them make one number
 
@@ -53,39 +53,6 @@ class Mismatch(Exception):
         self.reason = reason
         self.where = call.name if call else ""
         self.line = call.node.meta.get("where", "") if call else ""
-
-
-@dataclass
-class NewSizes:
-    """The new widths around one call, for a pattern's ``resize`` and ``attributes``."""
-
-    replay: Replay
-    node: fx.Node
-    views: dict[str, tuple[int, ...]] | None = None
-    input: tuple[int, ...] = ()
-
-    @property
-    def result(self) -> Any:
-        """New shape of the result; a list of shapes for a tuple of tensors."""
-        if isinstance(self.node.meta["spec"], Spec):
-            return self.replay.result_shape(self.node)
-        return self.replay.result_shapes(self.node)
-
-    def keep(self, position: int, dim: int) -> Tensor | None:
-        """For each old slice of an argument along ``dim`` whether it stays; None where all do."""
-        source = self.node.args[position]
-        old = self.replay.before[source]
-        axis = old.axis(dim) if isinstance(old, Channels) else None
-        if axis is None:
-            return None
-        kept = self.replay.kept(axis.units)
-        others = [i for i, d in enumerate(axis.dims) if d != dim % len(old.shape)]
-        any_kept = kept.any(others[0]) if len(others) == 1 else kept
-        if len(others) > 1:
-            any_kept = kept.flatten(0).new_tensor(
-                [bool(kept.select(axis.dims.index(dim), i).any()) for i in range(old.shape[dim])]
-            )
-        return None if bool(any_kept.all()) else any_kept
 
 
 class Replay(Algebra):
@@ -570,20 +537,3 @@ def tensor_names(module: nn.Module) -> list[str]:
     inside = [*(n for n, _ in module.named_parameters()), *(n for n, _ in module.named_buffers())]
     own = [*module._parameters, *module._buffers, *getattr(module, "parametrizations", ())]
     return list(dict.fromkeys([*own, *(n for n in inside if "parametrizations." not in n)]))
-
-
-def same_sizes(computed: Any, needed: Any) -> bool:
-    """Whether what the code computes is what is needed; -1 is worked out by the op itself."""
-    if isinstance(needed, (tuple, list)):
-        return (
-            isinstance(computed, (tuple, list))
-            and len(computed) == len(needed)
-            and all(map(same_sizes, computed, needed))
-        )
-    if isinstance(needed, slice):
-        return isinstance(computed, slice) and same_sizes(
-            (computed.start, computed.stop), (needed.start, needed.stop)
-        )
-    if isinstance(needed, int) and isinstance(computed, int):
-        return computed in (needed, -1)
-    return isinstance(needed, (Channels, Named, Tensor)) or computed is needed or computed == needed

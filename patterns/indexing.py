@@ -1,4 +1,4 @@
-"""Reading and writing parts of a tensor by position."""
+"""Reading parts of a tensor by position."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from torch import fx
 
 from fxprune.call import Named
 from fxprune.channels import Channels, remap
-from fxprune.recorder import set_item
-from fxprune.registry import function, op
+from fxprune.registry import op
 
 
 def per_dim(x, index):
@@ -125,56 +124,6 @@ def pick(a, call, x, index, shape):
     return a.move(call, x, lambda t: t[tuple(items)], shape, touched=touched)
 
 
-def set_masked(a, call, x, rank, written):
-    """A number goes wherever the mask is set; a tensor's rows to the positions it picks."""
-    if written is None:
-        mask = a.channels(as_tuple(call.arg(1, "index"))[0])
-        wide = remap(mask, {d: d for d in range(rank)}, mask.shape + (1,) * (len(x.shape) - rank))
-        return a.forget(a.meet(call, [x, wide], None, x.shape))
-    rest = x.shape[rank:]
-    rows = written.shape[0] if len(written.shape) > len(rest) else 1
-    part = where_masked(a, call, x, rank, (rows, *rest))
-    a.meet(call, [part, written], None, part.shape)
-    return a.forget(x)
-
-
-def standing_for(index):
-    """An index whose tensors are zeros: which positions they hold does not matter for shapes."""
-
-    def stand_in(item):
-        if isinstance(item, (Channels, Named)):
-            shape = item.spec.shape if isinstance(item, Named) else item.shape
-            return torch.zeros(shape, dtype=torch.int64)
-        return item
-
-    return tuple(map(stand_in, index)) if isinstance(index, tuple) else stand_in(index)
-
-
-@function(set_item, resize=new_index)
-def setitem(a, call):
-    """What is written shares its units with where it is written."""
-    x, index, value = call.channels(), call.arg(1, "index"), call.arg(2, "value")
-    written = a.channels(value) if isinstance(value, (Channels, Named)) else None
-    rank = masked_dims(call)
-    if rank:
-        return set_masked(a, call, x, rank, written)
-    masks = [n for n in call.node.all_input_nodes[1:] if n is not call.node.args[2] and is_mask(n)]
-    for _, dim, item in per_dim(x, index):
-        if (
-            masks
-            or (isinstance(item, slice) and is_data(item))
-            or (is_data(item) and x.touching([dim]))
-        ):
-            a.freeze_all([x, written], f"positions that are data are written in {call.name}", call)
-            return a.forget(x)
-    shape = tuple(torch.empty(x.shape, device="meta")[standing_for(index)].shape)
-    part = pick(a, call, x, index, shape)
-    a.distinguish(part)
-    if written is not None:
-        a.meet(call, [part, written], None, shape)
-    return a.forget(x)
-
-
 def new_select(call, new):
     dim = call.arg(1, "dim") % len(call.channels().shape)
     keep = new.keep(0, dim)
@@ -224,19 +173,6 @@ def index_select(a, call):
         x = a.freeze_dims(x, [dim], reason, call)
         at = a.positions(call, call.arg(2, "index"), x, dim)
     return a.move(call, x, lambda t: t.index_select(dim, at), touched=[dim])
-
-
-@op("index_add", "index_copy")
-def index_add(a, call):
-    """Rows of another tensor are added to, or put in the place of, rows of x."""
-    x, dim, source = call.channels(), call.arg(1, "dim"), a.channels(call.arg(3, "source"))
-    reason = f"positions that are data are written in {call.name}"
-    dim %= len(x.shape)
-    x, source = (a.freeze_dims(t, [dim], reason, call) for t in (x, source))
-    one = tuple(1 if d == dim else n for d, n in enumerate(x.shape))
-    rows = [Channels(one, t.axes) for t in (x, source)]
-    met = a.meet(call, rows, None, one)
-    return a.forget(Channels(x.shape, met.axes))
 
 
 @op("masked_select", "nonzero", "argmax", "argmin", "argsort", "sort", "topk", "multinomial",
