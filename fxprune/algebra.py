@@ -131,13 +131,19 @@ class Algebra:
         if beneath is not None:
             ops = [n for n in beneath.nodes if n.op == "call_function"]
             ops = [n for n in ops if n.target is not operator.getitem]
-            if len(ops) == 1 and is_pointwise(ops[0].target) and isinstance(call.spec, Spec):
-                return self.elementwise(call)
+            if len(ops) == 1 and is_pointwise(ops[0].target):
+                return self._pointwise(call)
             if ops and all(self._understood(n) for n in ops):
                 return self._walk(beneath)
         elif is_pointwise(call.node.target):
-            return self.elementwise(call)
+            return self._pointwise(call)
         return self.unknown(call)
+
+    def _pointwise(self, call: Call) -> Any:
+        if isinstance(call.spec, Spec):
+            return self.elementwise(call)
+        values = [self.channels(v) for v in call.inputs]  # several results, such as frexp's
+        return tuple(self.meet(call, values) for _ in call.spec)
 
     def _understood(self, node: fx.Node) -> bool:
         """Whether an aten op can be followed where no code is there to take new sizes."""

@@ -137,6 +137,17 @@ def resolve(importance: str | Importance) -> Importance:
     return NAMED[importance]
 
 
+def scores(importance: Importance, group: list[Slices], name: str) -> np.ndarray:
+    """One number for each unit of a group; ``name`` is the group's in messages."""
+    try:
+        found = importance(group)
+    except Exception as error:  # whatever the user's own function raises
+        raise SettingError(
+            f"importance raised {type(error).__name__} for group {name!r}: {error}"
+        ) from error
+    return check(found, group[0].count, name)
+
+
 def check(scores: Any, count: int, name: str) -> np.ndarray:
     """Scores as a float array of the right length."""
     if isinstance(scores, Tensor):

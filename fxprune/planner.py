@@ -141,7 +141,7 @@ class Planner:
                     )
                     for a in group.axes
                 ]  # fmt: skip
-                scores = importance.check(score(parts), len(group.units), self._name(group))
+                scores = importance.scores(score, parts, self._name(group))
                 self.scores[id(group)] = scores
 
     def _fraction(self, group: groups.Group) -> tuple[float, str | None]:

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import sizes, tree
 from .aten import AtenRecorder
-from .errors import InputError
+from .errors import InputError, ModelError, PruningError
 from .flags import read_training, training_argument
 from .registry import for_function, for_module, op_name
 from .running import bind_inputs, describe, evaluating, read_attribute, wanted
@@ -141,6 +141,8 @@ def record(
         try:
             with recorder, recorder.listening():
                 output = model(*args, **kwargs)
+        except PruningError:
+            raise
         except Exception as error:
             raise InputError(
                 f"{type(model).__name__} does not run on example_input "
@@ -347,6 +349,11 @@ class _Recorder(TorchFunctionMode):
 
     def _unknown(self, value: torch.Tensor) -> fx.Node:
         """A tensor that no recorded call has returned: of the model, an alias, or a constant."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            raise ModelError(
+                f"{type(self.model).__name__} transforms functions as it runs (torch.vmap, "
+                f"torch.func), which cannot be recorded: {_where()}. Write it as ordinary calls"
+            )
         if id(value) in self.named:
             name, _ = self.named[id(value)]
             if ("get_attr", name) not in self._memo:

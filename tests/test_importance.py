@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import fxprune
 
@@ -43,3 +44,9 @@ def test_random_importance_repeats_itself_and_does_not_look_at_weights():
     assert torch.equal(*scores) and len(scores[0].unique()) == 8
     weights = group(fxprune.plan(coupled(), X, importance="l2"), "0").importance
     assert not np.array_equal(scores[0].argsort(), weights.argsort())
+
+
+def test_an_importance_that_raises_is_named():
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    with pytest.raises(fxprune.SettingError, match="ZeroDivisionError for group '0'"):
+        fxprune.plan(net, torch.randn(1, 4), importance=lambda group: 1 / 0)

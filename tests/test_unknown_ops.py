@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+import fxprune
+
 from .oracle import check
 from .test_constructs import Net, image
 
@@ -57,3 +59,22 @@ def test_what_mixes_channels_is_left_whole_and_named(name):
     reason = dict(plan.skipped)["a"]
     assert small.a.out_features == 8
     assert name.lower() in reason.lower() or "no pattern" in reason, reason
+
+
+def test_an_elementwise_op_with_two_results_is_followed():
+    def forward(s, x):
+        mantissa, exponent = torch.frexp(torch.sigmoid(s.a(x)))
+        return s.b(mantissa * 2 + exponent)
+
+    net = Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 3))
+    _, small = check(net, torch.randn(2, 6, dtype=torch.float64))
+    assert small.a.out_features == 4
+
+
+def test_transformed_functions_are_refused_with_their_line():
+    def forward(s, x):
+        return s.b(torch.vmap(torch.sigmoid)(s.a(x)))
+
+    net = Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 3))
+    with pytest.raises(fxprune.ModelError, match=r"vmap.*test_unknown_ops"):
+        fxprune.plan(net, torch.randn(2, 6))
