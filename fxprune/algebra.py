@@ -188,8 +188,25 @@ class Algebra:
 
     def elementwise(self, call: Call) -> Channels:
         """Each element of the result depends on the elements it stands over."""
-        values = [self.channels(v) for v in call.inputs]
+        given = [v for v in call.inputs if isinstance(v, Channels)]
+        values = [v if isinstance(v, Channels) else self._bare(v, given) for v in call.inputs]
         return self.meet(call, values, call.replay if call.is_floating() else None)
+
+    def _bare(self, value: Named, others: Sequence[Channels]) -> Channels:
+        """A parameter used bare: an axis on each dimension, but one over those that an axis of what
+        it meets lies on together (a vector for every head)."""
+        shape = value.spec.shape
+        by = max([len(x.shape) for x in others], default=len(shape)) - len(shape)
+        together: list[tuple[int, ...]] = []
+        for x in others:
+            for axis in shift(x, by + len(shape)).axes if len(x.shape) <= by + len(shape) else ():
+                dims = tuple(d - by for d in axis.dims)
+                inside = all(d >= 0 and shape[d] > 1 for d in dims)
+                if len(dims) > 1 and inside and not any(set(dims) & set(t) for t in together):
+                    together.append(dims)
+        alone = set(range(len(shape))) - {d for dims in together for d in dims}
+        axes = sorted([*together, *((d,) for d in alone)])
+        return self.source(value, {f"bare{dims[0]}": dims for dims in axes}, None)
 
     def meet(
         self,

@@ -197,7 +197,9 @@ class Discover(Algebra):
     def _check_view(self, axis: SourceAxis) -> None:
         """A tensor that is seen in two ways (two group counts, say) is left whole."""
         known = self._views.setdefault(axis.name, axis.view)
-        if known != axis.view:
+        bare = [s.dims for s in self.sources if s.name == axis.name and s.role.startswith("bare")]
+        apart = any(set(a) & set(b) and a != b for a in bare for b in bare)
+        if known != axis.view or apart:
             for source in self.sources:
                 if source.name == axis.name:
                     self.freeze(

@@ -304,8 +304,20 @@ class Replay(Algebra):
         if call.node in self._counted:
             self.calls[call.node] = (call.args, call.kwargs)
         result = super().apply(call)
+        self._check_shape(call, result)
         self._module_sizes(call)
         return self._straightened(call, result) if call.node in self._straighten else result
+
+    def _check_shape(self, call: Call, result: Any) -> None:
+        """Where no channels lie, every size is what it was."""
+        before = self.before.get(call.node)
+        if not isinstance(before, Channels) or not isinstance(result, Channels):
+            return
+        moving = {d for axis in before.axes for d in axis.dims}
+        sizes = zip(before.shape, result.shape, strict=True)
+        if any(old != new for d, (old, new) in enumerate(sizes) if d not in moving):
+            units = torch.from_numpy(self._units_around(call.node))
+            raise Mismatch(units, "what is left of them does not fit together", call)
 
     def _straightened(self, call: Call, result: Channels) -> Channels:
         takes = self._out_of_order(call.node, result)
