@@ -311,6 +311,7 @@ class Algebra:
 
     def view(self, call: Call, x: Channels, shape: tuple[int, ...]) -> Channels:
         """The elements of ``x`` in the same order under another shape."""
+        self.viewed(call, x, shape)
         axes: list[Axis] = []
         runs = self.decide(call, lambda: reshape_groups(x.shape, shape))
         for old, new in runs:
@@ -523,11 +524,17 @@ class Algebra:
     def freeze(self, axis: Axis, reason: str, call: Call | None) -> None:
         """The slices of an axis stay."""
 
-    def hold(self, axis: Axis, dims: Iterable[int]) -> None:
-        """Along ``dims`` of a cut axis nothing goes as a whole: each slice loses equally many."""
+    def hold(self, axis: Axis, dims: Iterable[int], *, rather: bool = False) -> None:
+        """Along ``dims`` of a cut axis nothing goes as a whole: each slice loses equally many.
+
+        ``rather`` asks for it only where something else can go.
+        """
 
     def follow(self, blank: Axis, axis: Axis, call: Call) -> None:
         """A blank axis has as many slices as ``axis``, over more dimensions, has along its own."""
+
+    def viewed(self, call: Call, x: Channels, shape: tuple[int, ...]) -> None:
+        """``x`` is seen under another shape."""
 
     def spread(self, axis: Axis) -> None:
         """The axis meets one over more dimensions: each slice of it meets many."""

@@ -32,6 +32,7 @@ class Rectangle:
     units: torch.Tensor
     held: set[int]
     where: str
+    rather: set[int] = field(default_factory=set)  # held where something else can go
 
 
 @dataclass
@@ -255,13 +256,17 @@ class Discover(Algebra):
     def spread(self, axis: Axis) -> None:
         self._spread.append(axis.units.reshape(-1).numpy())
 
-    def hold(self, axis: Axis, dims: Iterable[int]) -> None:
+    def hold(self, axis: Axis, dims: Iterable[int], *, rather: bool = False) -> None:
         held = {i for i, d in enumerate(axis.dims) if d in set(dims)}
         if id(axis.units) not in self._rectangles:
             self._alive.append(axis.units)
             where = axis.source.name if axis.source else "the code that cuts them"
             self._rectangles[id(axis.units)] = Rectangle(axis.units, set(), where)
-        self._rectangles[id(axis.units)].held |= held
+        rectangle = self._rectangles[id(axis.units)]
+        if rather:
+            rectangle.rather |= held
+        else:
+            rectangle.held |= held
 
     # -- the answer -----------------------------------------------------------------------------
 
@@ -274,6 +279,9 @@ class Discover(Algebra):
             if not stuck:
                 break
             for rectangle in stuck:
+                if rectangle.rather:
+                    rectangle.rather = set()
+                    continue
                 reason = f"every slice has to stay for {rectangle.where}"
                 self.freeze(Axis((0,), rectangle.units.reshape(-1)), reason, None)
         bins = [
@@ -350,7 +358,8 @@ class Discover(Algebra):
         """Whether units lie along held dimensions only: none can go, and some could till now."""
         units = torch.from_numpy(classes[rectangle.units.numpy()])
         dims = varying(units)
-        return bool(dims) and set(dims) <= rectangle.held and bool((units > 0).any())
+        held = rectangle.held | rectangle.rather
+        return bool(dims) and set(dims) <= held and bool((units > 0).any())
 
     def _cut_rectangle(self, rectangle: Rectangle, classes: np.ndarray) -> Bin | None:
         """How an array of units over several dimensions may shrink: one dimension gives, each
@@ -359,7 +368,8 @@ class Discover(Algebra):
         dims = varying(units)
         if len(dims) < 2:
             return None
-        free = [d for d in dims if d not in rectangle.held] or list(dims)
+        held = rectangle.held | rectangle.rather
+        free = [d for d in dims if d not in held] or list(dims)
         ragged = max(free, key=lambda d: units.size(d))
         rows = units.movedim(ragged, -1).reshape(-1, units.size(ragged)).numpy()
         rows = np.unique(rows, axis=0)

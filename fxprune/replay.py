@@ -319,6 +319,13 @@ class Replay(Algebra):
             units = torch.from_numpy(self._units_around(call.node))
             raise Mismatch(units, "what is left of them does not fit together", call)
 
+    def viewed(self, call: Call, x: Channels, shape: tuple[int, ...]) -> None:
+        if math.prod(x.shape) != math.prod(shape):
+            units = torch.cat(
+                [axis.units.reshape(-1) for axis in x.axes] or [torch.zeros(0).long()]
+            )
+            raise Mismatch(units, "what is left of them does not fit together", call)
+
     def _straightened(self, call: Call, result: Channels) -> Channels:
         takes = self._out_of_order(call.node, result)
         if not takes:

@@ -48,7 +48,7 @@ def hold_literals(a, call, y, literal):
     for axis in y.axes:
         fixed = [d for d in axis.dims if d in literal]
         if len(axis.dims) > 1 and len(fixed) < len(axis.dims):
-            a.hold(axis, fixed)
+            a.hold(axis, fixed, rather=True)
     return y
 
 
