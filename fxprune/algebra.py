@@ -501,6 +501,10 @@ class Algebra:
     def result_shapes(self, node: fx.Node) -> list[tuple[int, ...]]:
         return [spec.shape for spec in node.meta["spec"]]
 
+    def groups_of(self, weight: Named, old: int) -> int:
+        """How many groups are left of the ``old`` ones of a grouped weight."""
+        return old
+
     def tensor_shape(self, value: Named) -> tuple[int, ...]:
         return value.spec.shape
 

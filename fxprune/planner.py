@@ -353,15 +353,13 @@ class Planner:
         self._freeze_classes(np.unique(self.relations.classes[labels]), reason, where, line)
 
     def _freeze_classes(self, classes: np.ndarray, reason: str, where: str, line: str) -> None:
-        """Freeze the groups of these units that lose any."""
-        found = False
-        for group in self.groups:
-            inside = np.isin(group.units, classes)
-            if group.frozen is None and inside.any() and self.removed[group.units].any():
-                group.frozen = f"{reason} ({where})" if where else reason
-                group.line = line
-                found = True
-        assert found, (reason, where)
+        """Freeze the groups of these units that lose any; where none does, all that do."""
+        losing = [g for g in self.groups if g.frozen is None and self.removed[g.units].any()]
+        concerned = [g for g in losing if np.isin(g.units, classes).any()] or losing
+        assert concerned, (reason, where)  # a model that loses nothing fits
+        for group in concerned:
+            group.frozen = f"{reason} ({where})" if where else reason
+            group.line = line
 
     # -- the result -----------------------------------------------------------------------------
 

@@ -557,7 +557,7 @@ class _Recorder(TorchFunctionMode):
 # Operators of tensors that are written in Python, such as ``2 ** x``.
 _OPERATORS = {
     function: name for name, function in vars(torch.Tensor).items()
-    if name.startswith("__") and inspect.isfunction(function) and function.__name__ != name
+    if name.startswith("__") and name != "__len__" and inspect.isfunction(function)
 }  # fmt: skip
 
 

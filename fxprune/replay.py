@@ -321,10 +321,12 @@ class Replay(Algebra):
 
     def viewed(self, call: Call, x: Channels, shape: tuple[int, ...]) -> None:
         if math.prod(x.shape) != math.prod(shape):
-            units = torch.cat(
-                [axis.units.reshape(-1) for axis in x.axes] or [torch.zeros(0).long()]
-            )
+            units = torch.from_numpy(self._units_around(call.node))
             raise Mismatch(units, "what is left of them does not fit together", call)
+
+    def groups_of(self, weight: Named, old: int) -> int:
+        axes = self._by_name.get(weight.name)
+        return self.view_shape(weight.name)[0] if axes and axes[0].view[0] == old else old
 
     def _straightened(self, call: Call, result: Channels) -> Channels:
         takes = self._out_of_order(call.node, result)

@@ -26,8 +26,9 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border):
     )  # fmt: skip
     # The model as it is tells what kind it is: a group may be left with one channel.
     grouped, before = groups > 1, (old[0] // groups, old[1])
-    if grouped and 1 in before:
-        groups = w_shape[0] // before[0]  # groups go as a whole
+    value = a.member(call, weight) if isinstance(weight, str) else weight
+    if grouped and 1 in before and isinstance(value, Named):
+        groups = a.groups_of(value, groups)  # groups can go as a whole
     first, second = w_shape[0] // groups, w_shape[1]
     reads, makes = (first, second) if transposed else (second, first)
     reads_one, makes_one = (n == 1 for n in (before if transposed else before[::-1]))

@@ -428,6 +428,17 @@ def test_33_one_depthwise_channel_is_left(kind):
     assert small[0].out_channels == small[2].groups == 1
 
 
+def test_33_filters_of_channels_that_stay_are_fewer():
+    def forward(s, x):
+        first, second = torch.sigmoid(s.a(x)).chunk(2, 1)  # read by themselves: they stay
+        return s.c(torch.sigmoid(s.b(torch.cat([first, torch.sigmoid(s.one(second))], 1))))
+
+    net = Net(forward, a=nn.Conv2d(3, 2, 3), one=nn.Conv2d(1, 1, 1),
+              b=nn.Conv2d(2, 4, 3, padding=1, groups=2), c=nn.Conv2d(4, 3, 1))  # fmt: skip
+    _, small = check(net, image(), sparsity=0.3)
+    assert small.a.out_channels == small.b.groups == small.b.out_channels == 2
+
+
 def test_33_each_group_loses_its_own_lowest():
     conv = nn.Conv2d(8, 4, 1, groups=2, bias=False)
     first = nn.Conv2d(3, 8, 1)
