@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -71,7 +73,6 @@ def plan(
     check_model(model, example_input)
     check_names(model, settings)
     trace = record(model, example_input, settings.outputs)
-    relations = discover(trace, attention=attention)
 
     @cache
     def trained() -> Trace | None:
@@ -80,7 +81,22 @@ def plan(
         except InputError:
             return None
 
-    return Planner(trace, relations, settings, trained).plan()
+    with _no_collections():
+        relations = discover(trace, attention=attention)
+        return Planner(trace, relations, settings, trained).plan()
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """What is made here stays till the end: the garbage collector would look at it all again and
+    again, the more of it the deeper the model is."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Planner:
