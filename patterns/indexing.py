@@ -117,6 +117,8 @@ def pick(a, call, x, index, shape):
             item = at
         if isinstance(item, slice) and x.axis(dim) is None:
             item = slice(None)  # no channels there: which positions, even none, does not matter
+        elif isinstance(item, slice) and not range(x.shape[dim])[item]:
+            item = slice(0, 1)  # nothing of it is left, but of what lies beside it
         if dim is not None and not is_full(item):
             a.keep_rows(x, dim, item)
             touched.append(dim)

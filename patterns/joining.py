@@ -18,6 +18,7 @@ def cat(a, call):
     parts = [a.channels(v) for v in call.arg(0, "tensors")]
     parts = [p for p in parts if p.shape != (0,)]
     dim = call.arg(1, "dim", call.kwargs.get("axis", 0)) % len(parts[0].shape)
+    parts = [p for p in parts if p.shape[dim]] or parts[:1]  # an empty one adds nothing
     shape = list(parts[0].shape)
     shape[dim] = sum(p.shape[dim] for p in parts)
     # Everything but the joined dimension meets as under broadcasting.

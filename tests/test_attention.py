@@ -175,6 +175,25 @@ def test_29_normalised_queries_and_rotary_embeddings(norm, form):
     assert pruned_units(plan, "qkv") == (4, 2, None) and small.heads == 2
 
 
+@pytest.mark.parametrize("part", [2, 4])
+def test_29_rotary_embeddings_of_a_part_which_may_be_all(part):
+    def forward(s, x):
+        b, n, _ = x.shape
+        q, k, v = s.qkv(x).split(16, -1)
+        q, k, v = (t.view(b, n, -1, 4).transpose(1, 2) for t in (q, k, v))
+        q, k = (
+            torch.cat([rotate(t[..., :part], s.cos, s.sin, "slices"), t[..., part:]], -1)
+            for t in (q, k)
+        )
+        return s.out(sdpa(q, k, v).transpose(1, 2).reshape(b, n, -1))
+
+    angles = torch.rand(7, part).double()
+    net = Net(forward, qkv=nn.Linear(6, 48), out=nn.Linear(16, 3), cos=angles.cos(),
+              sin=angles.sin())  # fmt: skip
+    plan, small = check(net, tokens())
+    assert pruned_units(plan, "qkv") == (4, 2, None)
+
+
 @pytest.mark.parametrize("bias", ["alibi", "table", "mask", "sink"])
 def test_29_biases_of_the_scores(bias):
     def forward(s, x):
