@@ -50,6 +50,17 @@ def baddbmm(a, call):
     return a.meet(call, [a.channels(call.inputs[0]), y], lambda t: t[0] + t[1], y.shape)
 
 
+@op("grouped_mm")
+def grouped(a, call):
+    """Runs of rows of x, each times its own matrix of a stack, as experts: (n, k) @ (g, k, m)."""
+    x, w = a.channels(call.inputs[0]), a.channels(call.inputs[1])
+    if len(x.shape) != 2 or len(w.shape) != 3:
+        return a.unknown(call)
+    w = a.freeze_dims(w, [0], "which rows go to which, data decide", call)
+    w = remap(w, {1: 0, 2: 1}, w.shape[1:])
+    return a.contract(call, x, w, [(1, 0)], [], {0: 0}, {1: 1}, (x.shape[0], w.shape[1]))
+
+
 @op("einsum")
 def einsum(a, call):
     """Two operands at a time; letters that only one of them has are summed first."""
