@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -25,6 +23,7 @@ from .fold import folds
 from .pruning_plan import ChannelGroup, Fusion, PruningPlan
 from .recorder import Trace, record
 from .replay import Mismatch, Replay
+from .running import uncollected
 from .select import Choice, keep_count
 from .settings import Settings, check_names, make_settings, matches
 
@@ -81,22 +80,9 @@ def plan(
         except InputError:
             return None
 
-    with _no_collections():
+    with uncollected():
         relations = discover(trace, attention=attention)
         return Planner(trace, relations, settings, trained).plan()
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """What is made here stays till the end: the garbage collector would look at it all again and
-    again, the more of it the deeper the model is."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Planner:

@@ -29,7 +29,7 @@ from .aten import AtenRecorder
 from .errors import InputError, ModelError, PruningError
 from .flags import read_training, training_argument
 from .registry import for_function, for_module, op_name
-from .running import bind_inputs, describe, evaluating, read_attribute, wanted
+from .running import bind_inputs, describe, evaluating, read_attribute, uncollected, wanted
 from .spec import BASIC, spec
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
@@ -107,13 +107,13 @@ def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
     Raises:
         InputError: the model does not run on ``example_input``; its own error is chained.
     """
-    module = record(model, example_input).graph_module()
-    for node in list(module.graph.nodes):
-        flag = training_argument(node)
-        if flag is not None:
-            read_training(node, flag)
-    module.recompile()
-    return module
+    with uncollected():
+        recorded = record(model, example_input)
+        for node in list(recorded.graph.nodes):
+            flag = training_argument(node)
+            if flag is not None:
+                read_training(node, flag)
+        return recorded.graph_module()
 
 
 def record(
@@ -132,6 +132,7 @@ def record(
     args, kwargs = bind_inputs(example_input)
     recorder = _Recorder(model)
     with (
+        uncollected(),
         evaluating(model, training=training),
         _traced_attributes(model, recorder),
         torch.no_grad(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -31,6 +32,19 @@ def bind_inputs(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = example_input if isinstance(example_input, tuple) else (example_input,)
     given = tree.map_tensors(given, lambda t: t.detach().clone())
     return ((), given) if isinstance(given, dict) else (tuple(given), {})
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without Python's garbage collector: what is made inside stays till the end, and it would look
+    at it all again and again, the more of it the deeper the model is."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager
