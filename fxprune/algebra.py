@@ -1,7 +1,7 @@
 """The algebra of channels: the words in which a pattern says how channels hang together.
 
 One interpreter walks the trace and lets each node's pattern speak. It is run three times with
-three meanings of :meth:`Algebra.join`: to discover which slices belong together
+three meanings of the words of :mod:`fxprune.meanings`: to discover which slices belong together
 (:mod:`fxprune.discover`), to follow what dead channels still say (:mod:`fxprune.constants`), and to
 replay the trace at the new widths (:mod:`fxprune.replay`).
 """
@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.nn.utils import parametrize
 
 from . import registry, tree
-from .call import Call, Named, Roles, leaves, map_channels, map_specs, rigid
+from .call import Call, Named, leaves, map_channels, map_specs, rigid
 from .channels import (
     Axis,
     Channels,
@@ -29,25 +29,21 @@ from .channels import (
     varying,
 )
 from .layout import broadcast_shape, clusters, pad, place, reshape_groups, shift
-from .recorder import Trace, after_write
+from .meanings import Meanings
+from .recording import Trace, after_write
 from .spec import Spec
 
 _NUMERIC = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod,
             operator.pow, operator.truediv, operator.neg)  # fmt: skip
 
 Runs = list[tuple[list[int], list[int]]]
-# What the first walk found of a call, question by question.
-Decisions = dict[fx.Node, list[Any]]
 
 
-class Algebra:
-    """Walks a trace; subclasses give the words their meaning."""
+class Algebra(Meanings):
+    """Walks a trace, and has the words that mean the same in every pass."""
 
     def __init__(self, trace: Trace, *, attention: str = "heads") -> None:
-        self.trace = trace
-        self.attention = attention
-        self.decisions: Decisions = {}
-        self._asked: dict[fx.Node, int] = {}
+        super().__init__(trace, attention=attention)
         self.values: dict[fx.Node, Any] = {}
         self.modules = dict(trace.model.named_modules(remove_duplicate=False))
 
@@ -158,10 +154,6 @@ class Algebra:
         return self.rigid_result(call)
 
     # -- words for patterns: values -----------------------------------------------------------
-
-    def rigid_result(self, call: Call) -> Any:
-        """The result of a call, without channels."""
-        return map_specs(call.spec, rigid)
 
     def channels(self, value: Any) -> Channels:
         """A value as Channels; a parameter used bare gets an axis on each dimension."""
@@ -482,154 +474,6 @@ class Algebra:
         kept = tuple(i for i, d in enumerate(axis.dims) if d in rest)
         units, constant = compact(axis.units, axis.constant, kept)
         return Axis(tuple(rest), units, constant, axis.border)
-
-    # -- what the passes define ---------------------------------------------------------------
-
-    def number(self, node: fx.Node, args: tuple[Any, ...]) -> Any:
-        """What a size expression of the code comes to."""
-        return node.meta["spec"]
-
-    def decide(self, call: Call, answer: Callable[[], Any]) -> Any:
-        """What the first walk answered for the call, question by question: at the new widths, sizes
-        of 1 could tell another story."""
-        self._asked[call.node] = at = self._asked.get(call.node, -1) + 1
-        return self.decisions[call.node][at]
-
-    def result_shape(self, node: fx.Node) -> tuple[int, ...]:
-        return node.meta["spec"].shape
-
-    def result_shapes(self, node: fx.Node) -> list[tuple[int, ...]]:
-        return [spec.shape for spec in node.meta["spec"]]
-
-    def groups_of(self, weight: Named, old: int) -> int:
-        """How many groups are left of the ``old`` ones of a grouped weight."""
-        return old
-
-    def tensor_shape(self, value: Named) -> tuple[int, ...]:
-        return value.spec.shape
-
-    def resize(self, call: Call) -> None:
-        """Give the call the arguments of this pass's widths."""
-
-    def blank(self, call: Call, value: float | None) -> Channels:
-        """A result that the call fills with one value (None: not known): its widths are free, and
-        follow what it meets."""
-        return self.rigid_result(call)
-
-    def source(self, value: Named, roles: Roles, view: tuple[int, ...] | None) -> Channels:
-        raise NotImplementedError
-
-    def join(self, a: Axis, b: Axis, call: Call) -> None:
-        """Slices at one position of two axes belong to one unit: they meet there."""
-
-    def join_whole(self, axis: Axis, head: Tensor, call: Call) -> None:
-        """Slices along some dimensions of an axis belong to one unit: that of ``head``."""
-
-    def freeze(self, axis: Axis, reason: str, call: Call | None) -> None:
-        """The slices of an axis stay."""
-
-    def hold(self, axis: Axis, dims: Iterable[int], *, rather: bool = False) -> None:
-        """Along ``dims`` of a cut axis nothing goes as a whole: each slice loses equally many.
-
-        ``rather`` asks for it only where something else can go.
-        """
-
-    def follow(self, blank: Axis, axis: Axis, call: Call) -> None:
-        """A blank axis has as many slices as ``axis``, over more dimensions, has along its own."""
-
-    def viewed(self, call: Call, x: Channels, shape: tuple[int, ...]) -> None:
-        """``x`` is seen under another shape."""
-
-    def spread(self, axis: Axis) -> None:
-        """The axis meets one over more dimensions: each slice of it meets many."""
-
-    def rectangle(self, axis: Axis, call: Call) -> None:
-        """What is kept of an axis over several dimensions has to be a rectangle."""
-
-    def balance(self, axis: Axis, bins: int, call: Call) -> None:
-        """The axis falls in ``bins`` equal runs that have to lose equally many."""
-        if axis.units.numel() % bins == 0:
-            rows = Axis((0, 1), axis.units.reshape(bins, -1))
-            self.rectangle(rows, call)
-            self.hold(rows, (0,))
-
-    def approximate(self, axis: Axis, call: Call) -> None:
-        """The call counts channels of the axis: exact only against a kept-channels reference."""
-
-    def ended(self, axis: Axis, call: Call) -> None:
-        """A reduction over the whole axis."""
-        self.approximate(axis, call)
-
-    def reduced(self, axis: Axis) -> Axis:
-        """An axis after a reduction over other dimensions."""
-        return axis
-
-    def makes(self, axis: Axis) -> None:
-        """A product has the axis as a free one: a parameter used bare makes channels with it."""
-
-    def contracted(
-        self, call: Call, x: Channels, w: Channels, dims: Sequence[int], border: str
-    ) -> None:
-        """Called with the operands of a contraction, in the space where they meet."""
-
-    def contraction_constants(self, call, axis, x, w, ended):
-        return replace(axis, constant=None)
-
-    def distinguish(self, x: Channels) -> None:
-        """Something is done to the slices of ``x`` and not to others of its tensor."""
-
-    def forget(self, value: Any) -> Any:
-        """The value, of whose constants nothing is known any more."""
-        return value
-
-    def emit(
-        self, x: Channels, dims: Iterable[int], constant: Channels | None, known: bool = True
-    ) -> Channels:
-        """Dead slices of ``x`` along ``dims`` hold ``constant`` from here on, or 0.
-
-        ``known`` is False where that is not so: nothing is known of them then.
-        """
-        return x
-
-    def needs_zero(self, call: Call, x: Channels, dims: Iterable[int]) -> None:
-        """Dead slices of ``x`` along ``dims`` have to hold 0 for the call to be as masked."""
-
-    def levelled(self, call: Call, x: Channels, y: Channels, dims: Iterable[int]) -> Channels:
-        """``y``, a reduction of ``x`` over ``dims`` that leaves a constant map's constant."""
-        return y
-
-    def averaged(self, y: Channels, x: Channels, dim: int) -> Channels:
-        """``y``, weighted means of slices of ``x`` along ``dim``: a constant map's constant."""
-        return y
-
-    def keep_rows(self, x: Channels, dim: int, item: Any) -> None:
-        """A part of ``x`` is read by position along ``dim``: of a cut axis no row there goes."""
-        axis = x.axis(dim)
-        if axis is not None and len(axis.dims) > 1:
-            self.hold(axis, [dim % len(x.shape)])
-
-    def positions(self, call: Call, index: Any, x: Channels, dim: int) -> Tensor | None:
-        """An index tensor's values where ``x`` has channels along ``dim``: None if it is data.
-
-        Where it has none, positions do not matter and zeros stand for them, one if there are none.
-        """
-        if x.axis(dim) is None:
-            spec = index.spec if isinstance(index, Named) else index
-            return torch.zeros([max(n, 1) for n in spec.shape], dtype=torch.int64)
-        if isinstance(index, Tensor):
-            return index
-        return self.index_values(call, index, x, dim) if isinstance(index, Named) else None
-
-    def index_values(self, call: Call, index: Named, x: Channels, dim: int) -> Tensor | None:
-        return self.trace.tensor(index.name).cpu()
-
-    def bordered(self, x: Channels) -> Channels:
-        """``x`` after zeros were put around it, outside its channel dimensions."""
-        return x
-
-    def through_window(self, x: Channels) -> Channels:
-        """``x`` after an op that leaves a constant map as it is, and a border not."""
-        return x
 
 
 def _without_sources(x: Channels) -> Channels:

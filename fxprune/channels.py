@@ -78,7 +78,7 @@ class Channels:
     shape: tuple[int, ...]
     axes: tuple[Axis, ...] = ()
     scalar: float | None = None
-    weights: int | None = None
+    sums_to_one: int | None = None
 
     def axis(self, dim: int) -> Axis | None:
         """The axis that covers ``dim`` (which may be negative), or None where it is rigid."""

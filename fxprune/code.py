@@ -22,7 +22,7 @@ from . import sizes, tree
 from .errors import PruningError
 from .faults import Fault, WrongOrder, WrongSize, same_sizes
 from .flags import read_training, training_argument
-from .recorder import ModuleCall, Trace
+from .recording import ModuleCall, Trace
 from .replay import Replay
 from .running import read_attribute
 
@@ -256,24 +256,24 @@ class _Body:
             value = bound.arguments.get(name, {} if star == "**" else ())
             if any(self._is_object(n) for n in _nodes(value)):
                 raise CannotRewrite(f"{self.name} takes an object that its code may change")
-            if star:
-                keys = tuple(value) if star == "**" else tuple(range(len(value)))
-                given = self.graph.call_function(_keys, (node,))
-                self.graph.call_function(expect_argument, (given, keys, name))
-                for key in keys:
-                    item = self.graph.call_function(operator.getitem, (node, key))
-                    self._expect(value[key], item, str(key))
-            else:
-                self._expect(value, node, name)
+            self._expect(value, node, name)
             self._bind(value, node)
 
     def _is_object(self, value: Any) -> bool:
         return isinstance(value, fx.Node) and str(value.target).startswith("_object_constant")
 
     def _expect(self, value: Any, node: fx.Node, name: str) -> None:
-        """An argument that is no tensor has to be what it was: the code went its way."""
-        if isinstance(value, (bool, int, float, str, type(None))):
+        """What is no tensor has to be what it was: the code went its way."""
+        if isinstance(value, (*_PLAIN, str, torch.dtype, torch.device)):
             self.graph.call_function(expect_argument, (node, value, name))
+        elif isinstance(value, (tuple, list, dict)):
+            keys = tuple(value) if isinstance(value, dict) else tuple(range(len(value)))
+            given = self.graph.call_function(_keys, (node,))
+            self.graph.call_function(expect_argument, (given, keys, name))
+            for key in keys:
+                if any(not isinstance(n, fx.Node) for n in _nodes(value[key])):
+                    item = self.graph.call_function(operator.getitem, (node, key))
+                    self._expect(value[key], item, f"{name}[{key!r}]")
 
     def _questions(self) -> None:
         """What the code asked of sizes has to have the same answer; where the new widths give

@@ -19,7 +19,7 @@ from .algebra import Algebra
 from .call import Call, Named, Roles
 from .channels import Axis, Channels, SourceAxis
 from .discover import Relations
-from .recorder import Trace
+from .recording import Trace
 from .running import read_attribute
 
 

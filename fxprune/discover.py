@@ -19,10 +19,11 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import fx, nn
 
-from .algebra import Algebra, Decisions
+from .algebra import Algebra
 from .call import Call, Named, Roles, leaves
 from .channels import FROZEN, Axis, Channels, SourceAxis, distinct, varying
-from .recorder import Trace
+from .meanings import Decisions
+from .recording import Trace
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import fx, nn
 
 from . import registry
-from .recorder import Trace
+from .recording import Trace
 
 
 def find(trace: Trace, modules: dict[str, nn.Module]) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -21,7 +21,8 @@ from .errors import InputError, PruningWarning
 from .faults import Fault
 from .fold import folds
 from .pruning_plan import ChannelGroup, Fusion, PruningPlan
-from .recorder import Trace, record
+from .recorder import record
+from .recording import Trace
 from .replay import Mismatch, Replay
 from .running import uncollected
 from .select import Choice, keep_count
@@ -332,10 +333,11 @@ class Planner:
                     self.set_for.setdefault(name, []).append(fault.units)
         fresh: dict[str, Any] = {}
         for (name, index), values in wanted.items():
-            path, _, key = name.rpartition(".")
-            ours = replay.module_sizes.get(path)  # a layer's own size is what its tensors say
-            if len(values) > 1 or name in self.attributes or (ours and ours.get(key) not in values):
+            if len(values) > 1 or name in self.attributes:
                 continue
+            path, _, key = name.rpartition(".")
+            if self._is_layer(path) and replay.module_sizes.get(path, {}).get(key) not in values:
+                continue  # a layer's attribute is what its tensors say, or no width at all
             (value,) = values
             if index is not None:
                 old = fresh.get(name, self.trace.tensor(name))
@@ -343,6 +345,15 @@ class Planner:
             fresh[name] = value
         self.attributes |= fresh
         return bool(fresh)
+
+    def _is_layer(self, path: str) -> bool:
+        """Whether no code of the model's own runs in the module: a leaf of the trace."""
+        if path not in self.modules:  # a configuration
+            return False
+        runs = any(call.path == path for call in self.trace.calls)
+        return not runs and (
+            path in self.trace.called or type(self.modules[path]).__module__.startswith("torch.nn.")
+        )
 
     def _freeze_fault(self, fault: Fault, why: str) -> None:
         place = fault.line.rpartition("/")[2]
@@ -377,7 +388,7 @@ class Planner:
             attributes={
                 name: value
                 for name, value in self.attributes.items()
-                if name.rpartition(".")[0] not in replay.module_sizes  # a layer's own
+                if not self._is_layer(name.rpartition(".")[0])  # which its tensors change
             },
             code=self.code | {path: Borrowed(f) for path, f in replay.forwards.items()},
             _trace=self.trace,

@@ -15,7 +15,7 @@ from .code import Borrowed, Code
 from .constants import Constants
 from .discover import Relations
 from .fold import Folds, folds
-from .recorder import Trace
+from .recording import Trace
 from .replay import Replay
 from .settings import Settings
 

@@ -15,7 +15,6 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from . import sizes, tree
 from .aten import AtenRecorder
 from .errors import InputError, ModelError, PruningError
 from .flags import read_training, training_argument
+from .recording import ModuleCall, Trace, after_write, set_item
 from .registry import for_function, for_module, op_name
 from .running import bind_inputs, describe, evaluating, read_attribute, uncollected, wanted
 from .spec import BASIC, spec
@@ -38,57 +38,6 @@ _READS_DATA = ("bool", "int", "float", "index", "item", "tolist", "numpy", "arra
                "allclose", "contains")  # fmt: skip
 # Nothing in a frame of these folders is the user's own code.
 _LIBRARY = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/", "<")
-
-
-@dataclass
-class ModuleCall:
-    """One call of a module that is not a leaf: its nodes lie in ``[start, stop)`` of the graph."""
-
-    path: str
-    parent: int | None
-    start: int
-    stop: int = -1
-    args: Any = ()
-    kwargs: Any = field(default_factory=dict)
-    output: Any = None
-    questions: list[sizes.Question] = field(default_factory=list)  # that its code asked of sizes
-    reads_data: bool = False  # Python saw values of tensors: the run may go another way next time
-
-
-@dataclass
-class Trace:
-    """A recorded run: the graph, and what the fx graph has no place for."""
-
-    graph: fx.Graph
-    model: nn.Module
-    calls: list[ModuleCall]
-    constants: dict[str, Any]
-    called: set[str]  # paths of all modules that ran
-    names: dict[int, str]  # id of a parameter or buffer -> its name in the model
-    escapes: list[tuple[fx.Node, str, str]]  # (tensor, what read its values, where) by Python
-
-    def graph_module(self) -> fx.GraphModule:
-        """The trace as a module of its own that shares the model's parameters."""
-        return fx.GraphModule(_Root(self.model, self.constants), self.graph, "Trace")
-
-    def tensor(self, name: str) -> Any:
-        """The parameter, buffer, attribute or constant that a ``get_attr`` node reads."""
-        if name in self.constants:
-            return self.constants[name]
-        return read_attribute(self.model, name)
-
-
-class _Root(nn.Module):
-    """Where a graph module looks its targets up: the model, plus the trace's constants."""
-
-    def __init__(self, model: nn.Module, constants: dict[str, Any]) -> None:
-        super().__init__()
-        self.__dict__["_model"] = model
-        self.__dict__["training"] = model.training
-        self.__dict__.update(constants)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_model"], name)
 
 
 def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
@@ -425,9 +374,10 @@ class _Recorder(TorchFunctionMode):
 
                 known = for_module(m) is not None
                 return self._record("call_module", path, run, args, kwargs, known=known)
-        call = ModuleCall(path, self._stack[-1] if self._stack else None, self._count)
         with self._paused():
-            call.args, call.kwargs = self._handed(args), self._handed(kwargs)
+            handed = self._handed(args), self._handed(kwargs)
+        parent = self._stack[-1] if self._stack else None
+        call = ModuleCall(path, parent, self._count, args=handed[0], kwargs=handed[1])
         self._stack.append(len(self.calls))
         self.calls.append(call)
         try:
@@ -560,17 +510,6 @@ _OPERATORS = {
     function: name for name, function in vars(torch.Tensor).items()
     if name.startswith("__") and name != "__len__" and inspect.isfunction(function)
 }  # fmt: skip
-
-
-def set_item(target: Any, index: Any, value: Any) -> Any:
-    """``target[index] = value`` as an expression."""
-    target[index] = value
-    return target
-
-
-def after_write(value: Any, write: Any) -> Any:
-    """``value``, whose memory ``write`` has changed."""
-    return value
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[int, tuple[str, torch.Tensor]]]:

@@ -17,7 +17,7 @@ from . import tree
 from .call import Named
 from .channels import Channels
 from .constants import Constants
-from .recorder import Trace
+from .recording import Trace
 from .running import bind_inputs, evaluating, outputs, read_attribute
 
 

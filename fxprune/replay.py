@@ -23,7 +23,7 @@ from .channels import Axis, Channels, SourceAxis
 from .discover import Relations
 from .faults import Fault, WrongAnswer, WrongOrder, WrongSize, same_sizes
 from .layout import view_dims
-from .recorder import Trace
+from .recording import Trace
 from .running import read_attribute
 from .widths import NewSizes
 

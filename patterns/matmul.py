@@ -14,7 +14,7 @@ def matmul(a, call):
     if call.pattern.name == "rmatmul":
         x, y = y, x
     z = product(a, call, x, y)
-    if len(x.shape) == len(y.shape) and x.weights == len(x.shape) - 1:
+    if len(x.shape) == len(y.shape) and x.sums_to_one == len(x.shape) - 1:
         z = a.averaged(z, y, len(y.shape) - 2)  # as attention does
     return z
 

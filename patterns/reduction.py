@@ -81,7 +81,7 @@ def across_dim(a, call, dim):
         return a.unknown(call)
     dim %= len(x.shape)
     rest = a.forget(a.freeze_dims(x, [dim], f"{call.pattern.name} mixes its channels", call))
-    return replace(rest, weights=dim if call.pattern.name in SUM_TO_ONE else None)
+    return replace(rest, sums_to_one=dim if call.pattern.name in SUM_TO_ONE else None)
 
 
 @module(nn.Softmax, nn.LogSoftmax, nn.Softmin)

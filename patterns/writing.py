@@ -16,7 +16,7 @@ from fxprune.patterns.indexing import (
 
 from fxprune.call import Named
 from fxprune.channels import Channels, remap
-from fxprune.recorder import set_item
+from fxprune.recording import set_item
 from fxprune.registry import function, op
 
 

@@ -109,3 +109,29 @@ def test_pruning_twice_works_on_a_rewritten_forward(planned):
     again = fxprune.prune(small, batch(2))
     assert again.conv.out_channels == 4 and type(again).__name__ == "Literal"
     assert type(again).__mro__[1] is Literal
+
+
+class TakesLists(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x, scales=(1.0, 2.0), *, more=None):
+        y = torch.sigmoid(self.conv(x)).view(-1, 8, 64)
+        for scale in scales:
+            y = y * scale
+        return self.out(y.view(-1, 8, 8, 8)) + sum(more["add"])
+
+
+def test_lists_and_mappings_that_are_arguments_have_to_be_those_of_the_recorded_run():
+    x, one = batch(2), torch.ones(1, dtype=torch.float64)
+    small = fxprune.prune(awake(TakesLists()), {"x": x, "more": {"add": [one, 3]}})
+    assert small.conv.out_channels == 4
+    added = small(x, more={"add": [one * 2, 3]}) - small(x, more={"add": [one, 3]})
+    assert torch.allclose(added, torch.ones_like(added))
+    for changed in ({"scales": (1.0, 3.0)}, {"scales": (1.0,)}):
+        with pytest.raises(fxprune.PruningError, match="scales"):
+            small(x, more={"add": [one, 3]}, **changed)
+    for add in ([one, 4], [one, 3, one]):
+        with pytest.raises(fxprune.PruningError, match="more"):
+            small(x, more={"add": add})

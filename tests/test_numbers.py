@@ -110,6 +110,19 @@ def test_a_layer_s_own_size_needs_no_new_code(layer):
     assert small.a.out_channels == 4 and not plan.code and not plan.attributes
 
 
+def test_an_attribute_of_a_layer_that_is_no_width_of_its_own_is_not_set():
+    """The pool's window has as many steps as there are channels, by chance."""
+
+    def forward(s, y):
+        return s.pool(y.reshape(y.shape[0], s.pool.kernel_size, 8, 8))[:, :, :8, :8]
+
+    net = conv_net(forward)
+    net.pool = nn.AvgPool2d(8, 1, 4)
+    plan, small = check(net, image())
+    assert small.a.out_channels == 4 and small.pool.kernel_size == 8
+    assert not plan.attributes and "" in plan.code
+
+
 @pytest.mark.parametrize("make", [
     lambda s, y: torch.zeros(1, s.b.in_channels, 1, 1),
     lambda s, y: torch.full((y.shape[1], 1, 1), 0.5),

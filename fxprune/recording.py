@@ -1,0 +1,73 @@
+"""A recorded run: the graph, and what an fx graph has no place for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from . import sizes
+from .running import read_attribute
+
+
+@dataclass
+class ModuleCall:
+    """One call of a module that is not a leaf: its nodes lie in ``[start, stop)`` of the graph."""
+
+    path: str
+    parent: int | None
+    start: int
+    stop: int = -1
+    args: Any = ()
+    kwargs: Any = field(default_factory=dict)
+    output: Any = None
+    questions: list[sizes.Question] = field(default_factory=list)  # that its code asked of sizes
+    reads_data: bool = False  # Python saw values of tensors: the run may go another way next time
+
+
+@dataclass
+class Trace:
+    """A recorded run: the graph, and what the fx graph has no place for."""
+
+    graph: fx.Graph
+    model: nn.Module
+    calls: list[ModuleCall]
+    constants: dict[str, Any]
+    called: set[str]  # paths of all modules that ran
+    names: dict[int, str]  # id of a parameter or buffer -> its name in the model
+    escapes: list[tuple[fx.Node, str, str]]  # (tensor, what read its values, where) by Python
+
+    def graph_module(self) -> fx.GraphModule:
+        """The trace as a module of its own that shares the model's parameters."""
+        return fx.GraphModule(_Root(self.model, self.constants), self.graph, "Trace")
+
+    def tensor(self, name: str) -> Any:
+        """The parameter, buffer, attribute or constant that a ``get_attr`` node reads."""
+        if name in self.constants:
+            return self.constants[name]
+        return read_attribute(self.model, name)
+
+
+class _Root(nn.Module):
+    """Where a graph module looks its targets up: the model, plus the trace's constants."""
+
+    def __init__(self, model: nn.Module, constants: dict[str, Any]) -> None:
+        super().__init__()
+        self.__dict__["_model"] = model
+        self.__dict__["training"] = model.training
+        self.__dict__.update(constants)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_model"], name)
+
+
+def set_item(target: Any, index: Any, value: Any) -> Any:
+    """``target[index] = value`` as an expression."""
+    target[index] = value
+    return target
+
+
+def after_write(value: Any, write: Any) -> Any:
+    """``value``, whose memory ``write`` has changed."""
+    return value
