@@ -164,6 +164,12 @@ class Algebra(Meanings):
 
     def member(self, call: Call, name: str) -> Named | None:
         """A parameter or buffer of the call's leaf module, or None where it has none."""
+        key = (call.path, name)
+        if key not in self.trace.members:
+            self.trace.members[key] = self._member(call, name)
+        return self.trace.members[key]
+
+    def _member(self, call: Call, name: str) -> Named | None:
         path, _, key = name.rpartition(".")
         owner = call.module.get_submodule(path) if path else call.module
         value = getattr(owner, key, None)

@@ -63,6 +63,11 @@ class Axis:
     source: SourceAxis | None = None
     blank: bool = False
 
+    def on(self, dims: tuple[int, ...]) -> Axis:
+        """The same channels along other dimensions; ``dataclasses.replace`` is too slow for this,
+        which every call does."""
+        return Axis(dims, self.units, self.constant, self.border, self.source, self.blank)
+
     def over(self, dims: Iterable[int], array: Tensor | None = None) -> Tensor:
         """``units`` (or ``array``) over ``dims``, of size 1 where the axis has no such one."""
         array = self.units if array is None else array
@@ -101,18 +106,12 @@ def remap(x: Channels, where: dict[int, int], shape: tuple[int, ...]) -> Channel
         if all(d in where for d in axis.dims):
             moved = [where[d] for d in axis.dims]
             order = sorted(range(len(moved)), key=moved.__getitem__)
-            straight = order == list(range(len(moved)))
-            axes.append(
-                replace(
-                    axis,
-                    dims=tuple(moved[i] for i in order),
-                    units=axis.units if straight else axis.units.permute(order),
-                    constant=axis.constant
-                    if straight or axis.constant is None
-                    else axis.constant.permute(order),
-                    source=axis.source if straight else None,
-                )
-            )
+            if len(moved) == 1 or order == list(range(len(moved))):
+                axes.append(axis.on(tuple(moved)))
+                continue
+            constant = None if axis.constant is None else axis.constant.permute(order)
+            dims, units = tuple(moved[i] for i in order), axis.units.permute(order)
+            axes.append(Axis(dims, units, constant, axis.border, None, axis.blank))
     return Channels(shape, tuple(axes), x.scalar)
 
 

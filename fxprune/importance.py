@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ class Slices:
     rank: int
     units: np.ndarray
     count: int
+    # By order: the rows that a layer has for several groups are measured once.
+    _norms: dict[float, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def weights(self) -> Tensor:
@@ -43,6 +45,11 @@ class Slices:
 
     def norms(self, order: float) -> Tensor:
         """The norm of each row: Tensor (n,)."""
+        if order not in self._norms:
+            self._norms[order] = self._measure(order)
+        return self._norms[order]
+
+    def _measure(self, order: float) -> Tensor:
         rest = tuple(range(self.rank, self.tensor.dim()))
         if not rest:
             return self.tensor.abs().reshape(-1)
@@ -67,11 +74,13 @@ class Slices:
 Importance = Callable[[list[Slices]], Any]
 
 
-def slices(tensor: Tensor, axis: SourceAxis, units: np.ndarray, count: int) -> Slices:
-    """The rows of ``tensor`` along ``axis``."""
+def slices(
+    tensor: Tensor, axis: SourceAxis, units: np.ndarray, count: int, norms: dict[float, Tensor]
+) -> Slices:
+    """The rows of ``tensor`` along ``axis``; ``norms`` are those of them known so far."""
     seen = tensor.detach().reshape(axis.view)
     seen = seen.movedim(axis.dims, tuple(range(len(axis.dims))))
-    return Slices(axis.name, axis.role, seen, len(axis.dims), units, count)
+    return Slices(axis.name, axis.role, seen, len(axis.dims), units, count, norms)
 
 
 def l1(group: list[Slices]) -> np.ndarray:

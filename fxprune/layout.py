@@ -18,7 +18,7 @@ def shift(x: Channels, rank: int) -> Channels:
     by = rank - len(x.shape)
     if not by:
         return x
-    axes = tuple(replace(a, dims=tuple(d + by for d in a.dims)) for a in x.axes)
+    axes = tuple(a.on(tuple(d + by for d in a.dims)) for a in x.axes)
     return Channels((1,) * by + x.shape, axes, x.scalar)
 
 

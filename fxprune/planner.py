@@ -113,9 +113,6 @@ class Planner:
         self.removed = np.zeros(size, dtype=bool)
         self.silent = np.zeros(size, dtype=bool)
         self.carriers = np.zeros(size, dtype=bool)
-        self.attributes: dict[str, Any] = {}
-        self.set_for: dict[str, list[np.ndarray]] = {}  # units that an attribute was set for
-        self.code: dict[str, Code] = {}
 
     def plan(self) -> PruningPlan:
         self._ask()
@@ -129,6 +126,7 @@ class Planner:
         """How much each group is asked to lose, and how its units score."""
         score = importance.resolve(self.settings.importance)
         self.asked: dict[int, float] = {}
+        norms: dict[int, dict[float, Tensor]] = {}
         for group in self.groups:
             fraction, reason = self._fraction(group)
             if group.frozen is None and reason:
@@ -140,7 +138,7 @@ class Planner:
                 parts = [
                     importance.slices(
                         self.trace.tensor(a.name), a, index[self.relations.of(a)].reshape(-1),
-                        len(group.units),
+                        len(group.units), norms.setdefault(a.first, {}),
                     )
                     for a in group.axes
                 ]  # fmt: skip
@@ -196,13 +194,17 @@ class Planner:
             return None
         self.orders: dict[int, Tensor] = {}
         self.straighten: set[torch.fx.Node] = set()
+        self.attributes: dict[str, Any] = {}
+        self.set_for: dict[str, list[np.ndarray]] = {}  # units that an attribute was set for
+        self.code: dict[str, Code] = {}
         try:
             replay = self._replay()
+            while self._set_attributes(replay):
+                replay = self._replay()
         except Mismatch as mismatch:
             self._freeze(mismatch.units, mismatch.reason, mismatch.where, mismatch.line)
             return None
-        self.code = {}
-        return replay if self._correct(replay) else None
+        return replay if self._write_code(replay) else None
 
     def _why_nothing_goes(self, group: groups.Group) -> str:
         width, asked = len(group.units), self.asked[id(group)]
@@ -305,11 +307,9 @@ class Planner:
                         if node is mismatch.misplaced or (line and node.meta.get("where") == line)
                     }  # fmt: skip
 
-    def _correct(self, replay: Replay) -> bool:
-        """What the code would do wrongly: set the attributes that a number is, or write the code
-        anew, or freeze. True where the plan stands with that."""
-        if self._set_attributes(replay):
-            return False
+    def _write_code(self, replay: Replay) -> bool:
+        """New code where the model's own would do wrong; False where that cannot be, and what asked
+        for it was frozen."""
         by_call: dict[int, list[Fault]] = {}
         for fault in replay.faults:
             by_call.setdefault(fault.call, []).append(fault)
@@ -318,7 +318,6 @@ class Planner:
                 code = rewrite(self.trace, index, faults, replay, self.trained)
             except CannotRewrite as error:
                 self._freeze_fault(faults[0], str(error))
-                self.attributes.clear()
                 return False
             self.code[self.trace.calls[index].path] = code
         return True

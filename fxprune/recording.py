@@ -37,6 +37,8 @@ class Trace:
     called: set[str]  # paths of all modules that ran
     names: dict[int, str]  # id of a parameter or buffer -> its name in the model
     escapes: list[tuple[fx.Node, str, str]]  # (tensor, what read its values, where) by Python
+    # Tensors of leaf modules as values of the algebra, as far as they have been asked for.
+    members: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)
 
     def graph_module(self) -> fx.GraphModule:
         """The trace as a module of its own that shares the model's parameters."""

@@ -16,7 +16,7 @@ from .errors import ModelError
 from .fold import Carry, Folds
 from .kept import shrink
 from .masks import bake, check_fits, is_masked, keep_masks, parametrizations
-from .running import copy_model, read_attribute
+from .running import copy_model, read_attribute, uncollected
 
 
 @dataclass
@@ -93,22 +93,19 @@ def apply_with_journal(
         model = copy_model(model)
         bake(model)
     check_fits(plan, model)
-    with torch.no_grad():
-        change = build(plan, model, folds or plan.folds(model))
     journal = Journal()
-    if inplace:
+    with torch.no_grad(), uncollected():
+        change = build(plan, model, folds or plan.folds(model))
+        if not inplace:
+            olds = {name: read_attribute(model, name) for name in change.tensors}
+            news = {id(old): _like(old, change.tensors[name]) for name, old in olds.items()}
+            model = copy_model(model, news)
         try:
-            with torch.no_grad():
-                _install(change, model, journal, in_place=True)
+            _install(change, model, journal, in_place=inplace)
         except BaseException:
             journal.rollback()
             raise
-        return model, journal
-    small = copy_model(model, {id(read_attribute(model, n)): _like(read_attribute(model, n), t)
-                          for n, t in change.tensors.items()})  # fmt: skip
-    with torch.no_grad():
-        _install(change, small, journal, in_place=False)
-    return small, journal
+    return model, journal
 
 
 def _like(old: Tensor, new: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from .errors import ModelError, SettingError
 def read_attribute(root: nn.Module, name: str) -> Any:
     value: Any = root
     for part in name.split("."):
-        value = getattr(value, part)
+        inside = value.__dict__.get("_modules", {}) if isinstance(value, nn.Module) else {}
+        value = inside[part] if part in inside else getattr(value, part)
     return value
 
 

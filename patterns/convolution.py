@@ -34,7 +34,6 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border):
     reads_one, makes_one = (n == 1 for n in (before if transposed else before[::-1]))
     view = (groups, first, second, *kernel)
     i, o = (1, 2) if transposed else (2, 1)
-    parts = a.view(call, x, (*x.shape[:channel], groups, reads, *x.shape[channel + 1 :]))
     if not grouped:
         flat = (first, second, *kernel)
         w_in = call.tensor(weight, {"in": (i - 1,)}, flat)
@@ -42,6 +41,7 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border):
         a.consume(call, x, w_in, [(channel, i - 1)], border)
         y = remap(w_out, {o - 1: channel}, shape)
     else:
+        parts = a.view(call, x, (*x.shape[:channel], groups, reads, *x.shape[channel + 1 :]))
         w_out = call.tensor(weight, {"out": tuple(sorted((0, o)))}, view)
         made = remap(w_out, {0: 0, o: 1}, (groups, makes))
         if reads_one:  # depthwise: a group is one channel with its filters
