@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import configs, fusions, groups, importance, kept
+from .announced import announced
 from .channels import SourceAxis
 from .check import check_model
 from .code import Borrowed, CannotRewrite, Code, rewrite
@@ -399,6 +400,8 @@ class Planner:
             _replay=replay,
         )
         result.skipped = self._skipped(result)
+        asked = {str(n.target) for n in self.trace.graph.nodes if n.op == "get_attr"}
+        result.attributes |= announced(self.trace, replay, asked | result.attributes.keys())
         self._configure(result, replay)
         if result.groups and all(g.frozen for g in result.groups):
             reasons = "; ".join(f"{what}: {why}" for what, why in result.skipped[:5])

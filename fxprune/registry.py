@@ -60,6 +60,7 @@ _modules: dict[type, Pattern] = {}
 _functions: dict[Any, Pattern] = {}
 _ops: dict[str, Pattern] = {}
 _fusions: dict[str, tuple[str, ...]] = {}
+_widths: set[str] = set()
 
 
 def module(*classes: type, **settings: Any) -> Callable[[Rule], Rule]:
@@ -103,6 +104,16 @@ def fusion(*names: str) -> None:
     """Register runs of nodes, named by their kinds: ``"conv-act-conv"``."""
     for name in names:
         _fusions[name] = tuple(name.split("-"))
+
+
+def width(*names: str) -> None:
+    """Register names of module attributes that say a width; see :mod:`fxprune.announced`."""
+    _widths.update(names)
+
+
+def width_names() -> set[str]:
+    load_builtins()
+    return _widths
 
 
 def _pattern(rule: Rule, settings: dict[str, Any], name: str) -> Pattern:

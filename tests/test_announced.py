@@ -1,0 +1,47 @@
+"""Attributes that no code of the run reads, and that tell whoever uses the model its widths."""
+
+import torch
+from torch import nn
+
+import fxprune
+
+from .oracle import awake
+
+
+class Backbone(nn.Module):
+    def __init__(self, inner: int = 8):
+        super().__init__()
+        self.num_features, self.embed_dim, self.patch_size, self.in_channels = 8, inner, 8, 3
+        self.a, self.b = nn.Conv2d(3, inner, 1), nn.Conv2d(inner, 8, 1)
+
+    def forward(self, x):
+        return torch.sigmoid(self.b(torch.sigmoid(self.a(x))))
+
+
+class Classifier(nn.Module):
+    def __init__(self, inner: int = 8):
+        super().__init__()
+        self.num_features = 8
+        self.body, self.head = Backbone(inner), nn.Conv2d(8, 5, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+X = torch.rand(2, 3, 8, 8, dtype=torch.float64)
+
+
+def test_a_width_that_no_code_reads_is_told_truly_at_every_level():
+    small = fxprune.prune(awake(Classifier(16)), X)
+    assert (small.num_features, small.body.num_features, small.body.embed_dim) == (4, 4, 8)
+    assert small.body.in_channels == 3
+
+
+def test_a_name_that_is_no_width_keeps_its_value():
+    assert fxprune.prune(awake(Classifier()), X).body.patch_size == 8
+
+
+def test_where_two_layers_of_that_width_come_to_differ_nothing_is_told():
+    small = fxprune.prune(awake(Classifier()), X, sparsity={"*a": 0.25, "*b": 0.5})
+    assert (small.body.a.out_channels, small.body.b.out_channels) == (6, 4)
+    assert (small.body.num_features, small.num_features) == (8, 4)
