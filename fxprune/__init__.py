@@ -4,32 +4,42 @@
 proves that it computes what the masked model computes.
 """
 
+from . import patterns
 from .api import prune
 from .errors import (
     InputError,
     ModelError,
+    PatternError,
     PlanError,
     ProofError,
     PruningError,
     PruningWarning,
     SettingError,
 )
+from .pattern_types import Pattern, pattern
 from .planner import plan
 from .pruning_plan import ChannelGroup, PruningPlan
 from .recorder import trace
+from .registry import register, unregister
 
 __version__ = "0.1.0"
 __all__ = [
     "ChannelGroup",
     "InputError",
     "ModelError",
+    "Pattern",
+    "PatternError",
     "PlanError",
     "ProofError",
     "PruningError",
     "PruningPlan",
     "PruningWarning",
     "SettingError",
+    "pattern",
+    "patterns",
     "plan",
     "prune",
+    "register",
     "trace",
+    "unregister",
 ]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.utils import parametrize
 
-from . import registry, tree
+from . import tree
 from .call import Call, Named, leaves, map_channels, map_specs, rigid
 from .channels import (
     Axis,
@@ -105,13 +105,10 @@ class Algebra(Meanings):
             return self.number(node, args)
         if node.target is after_write:
             return self.forget(args[0])
-        call = Call(self, node, None, args, kwargs, inputs=inputs)
+        call = Call(self, node, self.trace.pattern(node), args, kwargs, inputs=inputs)
         if node.op == "call_module":
             call.path = str(node.target)
             call.module = self.modules[call.path]
-            call.pattern = registry.for_module(call.module)
-        else:
-            call.pattern = registry.for_function(args[1] if node.target is getattr else node.target)
         if isinstance(node.target, type):
             return kwargs or args  # a container of the model's own: its fields
         self.resize(call)
@@ -121,7 +118,7 @@ class Algebra(Meanings):
         hooked = computed_by_hook(call.module)
         if hooked:
             return self.unknown(call, f"a hook computes the {hooked} of {call.name}")
-        if call.pattern is not None:
+        if call.pattern is not None and call.pattern.rule is not None:
             return call.pattern.rule(self, call)
         beneath = call.node.meta.get("aten")
         if beneath is not None:
@@ -143,7 +140,7 @@ class Algebra(Meanings):
 
     def _understood(self, node: fx.Node) -> bool:
         """Whether an aten op can be followed where no code is there to take new sizes."""
-        pattern = registry.for_function(node.target)
+        pattern = self.trace.pattern(node)
         return is_pointwise(node.target) or (pattern is not None and pattern.resize is None)
 
     def unknown(self, call: Call, reason: str = "") -> Any:

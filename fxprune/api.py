@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from .errors import SettingError
+from .pattern_types import Pattern
 from .planner import plan
 from .proof import prove
 from .recorder import trace
@@ -26,6 +27,7 @@ def prune(
     exact: bool = False,
     attention: str = "heads",
     outputs: str | Iterable[str] | None = None,
+    patterns: Iterable[Pattern] = (),
     inplace: bool = False,
     as_graph: bool = False,
     verify: bool = True,
@@ -35,7 +37,7 @@ def prune(
     Args:
         model: any module that runs on ``example_input``. It is left untouched.
         example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
-        sparsity, ignore, importance, round_to, bias, exact, attention, outputs: see
+        sparsity, ignore, importance, round_to, bias, exact, attention, outputs, patterns: see
             :func:`fxprune.plan`.
         inplace: change ``model`` itself; an exception leaves it as it was.
         as_graph: return the pruned model as one :class:`torch.fx.GraphModule`, recorded from its
@@ -61,6 +63,7 @@ def prune(
         exact=exact,
         attention=attention,
         outputs=outputs,
+        patterns=patterns,
     )
     if verify or not inplace:
         small, _ = apply_with_journal(chosen, model, inplace=False, folds=chosen._folds)

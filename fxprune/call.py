@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from . import registry, tree
+from . import tree
 from .channels import Channels
+from .ops import op_name
 from .spec import Spec
 
 if TYPE_CHECKING:
     from .algebra import Algebra
+    from .pattern_types import Pattern
 
 Roles = Mapping[str, tuple[int, ...]]  # role -> the dimensions of one axis
 
@@ -33,7 +35,7 @@ class Call:
 
     algebra: Algebra
     node: fx.Node
-    pattern: registry.Pattern | None
+    pattern: Pattern | None
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     module: Any = None  # the leaf module of a call_module node
@@ -47,9 +49,16 @@ class Call:
             return self.path
         target = self.node.target
         word = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-        word = registry.op_name(target) or word
+        word = op_name(target) or word
         where = self.node.meta.get("where", "")
         return f"{word} ({where.rpartition('/')[2]})" if where else word
+
+    @property
+    def target(self) -> Any:
+        """The function that is called; a method as the function that it is."""
+        if self.node.op == "call_method":
+            return getattr(torch.Tensor, str(self.node.target), None)
+        return self.node.target
 
     @property
     def spec(self) -> Any:
@@ -127,7 +136,10 @@ class Call:
                 return tree.rebuild(value, swap)
             return value
 
-        args, kwargs = swap(self.args), swap(self.kwargs)
+        return self.run(swap(self.args), swap(self.kwargs))
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """The call on real arguments."""
         if self.node.op == "call_module":
             return self.module(*args, **kwargs)
         if self.node.op == "call_method":

@@ -7,7 +7,7 @@ and decides how the reading layer is changed when the channels go.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -285,12 +285,39 @@ class Constants(Algebra):
             axes.append(axis)
         return replace(x, axes=tuple(axes))
 
+    def emitted(
+        self, call: Call, x: Channels, dims: Sequence[int], find: Callable[[bool], Tensor]
+    ) -> Channels:
+        said = find(False)
+        axes = []
+        for axis in x.axes:
+            if set(axis.dims) <= set(dims):
+                dead, silent = self._removed[axis.units], self._silent[axis.units]
+                value = _along(said, dims, axis)
+                if bool((silent & dead).any()):
+                    value = torch.where(silent, _along(find(True), dims, axis), value)
+                axis = replace(axis, constant=torch.where(dead, value, torch.nan), border=False)
+            else:
+                axis = replace(axis, constant=None)
+            axes.append(axis)
+        return replace(x, axes=tuple(axes))
+
     def bordered(self, x: Channels) -> Channels:
         return replace(x, axes=tuple(replace(a, border=True) for a in x.axes))
 
     def through_window(self, x: Channels) -> Channels:
         axes = (replace(self.reduced(a)) if a.border else a for a in x.axes)
         return replace(x, axes=tuple(axes))
+
+
+def _along(said: Tensor, dims: Sequence[int], axis: Axis) -> Tensor:
+    """What slices along ``dims`` say, for those of one axis: NaN where they differ along others."""
+    for i in reversed(range(said.dim())):
+        if dims[i] not in axis.dims:
+            first = said.select(i, 0)
+            same = (said == first.unsqueeze(i)).all(i)
+            said = torch.where(same, first, torch.nan)
+    return said.reshape(axis.units.shape)
 
 
 def _or_nan(axis: Axis) -> Tensor:

@@ -22,6 +22,10 @@ class SettingError(PruningError, ValueError):
     """A setting has a value that means nothing: sparsity outside [0, 1), an unknown importance …"""
 
 
+class PatternError(PruningError, ValueError):
+    """A pattern cannot be what it says, or is not what it claims to be."""
+
+
 class PlanError(PruningError):
     """The plan does not fit the model it is applied to."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from . import registry
 from .channels import SourceAxis
 from .constants import Constants, Read
 from .layout import view_dims
@@ -189,6 +189,10 @@ def _sink(constants: Constants, read: Read, model: nn.Module):
         if (m := constants.member(call, key)) is not None and m.name == read.axis.name
     )  # fmt: skip
     name = weight.replace("weight", "bias")
+    if isinstance(pattern.bias, Mapping):
+        if weight not in pattern.bias:
+            return None
+        name = pattern.bias[weight]
     path, _, attribute = f"{call.path}.{name}".rpartition(".")  # of the layer or a part of it
     bias = constants.member(call, name)
     if bias is not None:
@@ -208,7 +212,7 @@ def _absorbing_norm(constants: Constants, call):
     if len(users) != 1 or users[0].op != "call_module":
         return None
     path = str(users[0].target)
-    pattern = registry.for_module(constants.modules[path])
+    pattern = constants.trace.pattern(users[0])
     calls = [n for n in users[0].graph.nodes if n.op == "call_module" and n.target == path]
     if pattern is None or pattern.absorb is None or len(calls) != 1:
         return None

@@ -138,6 +138,13 @@ class Meanings:
         """
         return x
 
+    def emitted(
+        self, call: Call, x: Channels, dims: Sequence[int], find: Callable[[bool], Tensor]
+    ) -> Channels:
+        """Dead slices of ``x`` along ``dims`` say what ``find(silent)`` gives, NaN where that is
+        not one number; ``silent`` is for those whose biases are masked too."""
+        return x
+
     def needs_zero(self, call: Call, x: Channels, dims: Iterable[int]) -> None:
         """Dead slices of ``x`` along ``dims`` have to hold 0 for the call to be as masked."""
 

@@ -21,9 +21,11 @@ from .discover import Relations, discover
 from .errors import InputError, PruningWarning
 from .faults import Fault
 from .fold import folds
-from .pruning_plan import ChannelGroup, Fusion, PruningPlan
+from .pattern_types import Pattern
+from .pruning_plan import ChannelGroup, PruningPlan
 from .recorder import record
 from .recording import Trace
+from .registry import scope
 from .replay import Mismatch, Replay
 from .running import uncollected
 from .select import Choice, keep_count
@@ -44,6 +46,7 @@ def plan(
     exact: bool = False,
     attention: str = "heads",
     outputs: str | Iterable[str] | None = None,
+    patterns: Iterable[Pattern] = (),
 ) -> PruningPlan:
     """Record ``model``, group its channels and choose which go. Nothing is changed.
 
@@ -64,6 +67,7 @@ def plan(
         attention: cut attention into whole ``"heads"`` or into ``"head_dim"`` slices.
         outputs: names of the entries of the mapping or dataclass that the model returns which have
             to stay as they are (``"logits"``); by default all that it returns keeps its width.
+        patterns: made by :func:`fxprune.pattern`, which hold for this call only, before any others.
 
     Raises:
         PruningError: a setting, the model or the input cannot be used; the message says why.
@@ -73,7 +77,6 @@ def plan(
     )
     check_model(model, example_input)
     check_names(model, settings)
-    trace = record(model, example_input, settings.outputs)
 
     @cache
     def trained() -> Trace | None:
@@ -82,9 +85,11 @@ def plan(
         except InputError:
             return None
 
-    with uncollected():
+    with scope(*patterns, override=True), uncollected():
+        trace = record(model, example_input, settings.outputs)
+        found = fusions.find(trace)  # before the first walk: they give nodes another meaning
         relations = discover(trace, attention=attention)
-        return Planner(trace, relations, settings, trained).plan()
+        return Planner(trace, relations, settings, trained, found).plan()
 
 
 class Planner:
@@ -101,8 +106,10 @@ class Planner:
         relations: Relations,
         settings: Settings,
         trained: Callable[[], Trace | None],
+        found: list[fusions.Fusion],
     ) -> None:
         self.trained = trained
+        self.fusions = found
         self.trace = trace
         self.relations = relations
         self.settings = settings
@@ -380,7 +387,7 @@ class Planner:
         result = PruningPlan(
             groups=[self._channel_group(g) for g in self.groups],
             kept=kept.by_dimension(replay, self.relations),
-            fusions=[Fusion(*f) for f in fusions.find(self.trace, self.modules)],
+            fusions=self.fusions,
             skipped=[],
             graph=self.relations.graph,
             settings=self.settings,

@@ -15,6 +15,7 @@ from .code import Borrowed, Code
 from .constants import Constants
 from .discover import Relations
 from .fold import Folds, folds
+from .fusions import Fusion
 from .recording import Trace
 from .replay import Replay
 from .settings import Settings
@@ -53,14 +54,6 @@ class ChannelGroup:
     def __repr__(self) -> str:
         state = f"frozen: {self.frozen}" if self.frozen else f"{self.width} -> {self.kept}"
         return f"ChannelGroup({self.name!r}, {state}, {len(self.members)} axes)"
-
-
-@dataclass(frozen=True)
-class Fusion:
-    """A run of nodes found in the trace: its pattern's name, and the nodes in order."""
-
-    name: str
-    nodes: tuple[str, ...]
 
 
 @dataclass

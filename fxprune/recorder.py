@@ -27,10 +27,12 @@ from . import sizes, tree
 from .aten import AtenRecorder
 from .errors import InputError, ModelError, PruningError
 from .flags import read_training, training_argument
+from .ops import op_name
 from .recording import ModuleCall, Trace, after_write, set_item
-from .registry import for_function, for_module, op_name
+from .registry import for_function, for_module, python_functions
 from .running import bind_inputs, describe, evaluating, read_attribute, uncollected, wanted
 from .spec import BASIC, spec
+from .told import told
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
@@ -86,6 +88,7 @@ def record(
         _traced_attributes(model, recorder),
         torch.no_grad(),
         _module_calls(recorder),
+        told(python_functions(), recorder.python_call),
     ):
         args, kwargs = recorder.placeholders(args, kwargs)
         try:
@@ -408,6 +411,14 @@ class _Recorder(TorchFunctionMode):
             return self._torch_call(func, args, kwargs)
         finally:
             self._inside_torch = False
+
+    def python_call(self, function: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of a registered function that PyTorch does not tell of."""
+        if self._suspended:
+            return run(*args, **kwargs)
+        known = for_function(function) is not None
+        with self._paused():
+            return self._record("call_function", function, run, args, kwargs, known=known)
 
     def _torch_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func == _SHAPE or func is _SIZE:

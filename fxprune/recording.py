@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx, nn
 
-from . import sizes
+from . import registry, sizes
+from .pattern_types import Pattern
 from .running import read_attribute
 
 
@@ -39,6 +41,22 @@ class Trace:
     escapes: list[tuple[fx.Node, str, str]]  # (tensor, what read its values, where) by Python
     # Tensors of leaf modules as values of the algebra, as far as they have been asked for.
     members: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)
+
+    def pattern(self, node: fx.Node) -> Pattern | None:
+        """The pattern of a call: the one that held when it was first asked for."""
+        if "pattern" not in node.meta:
+            node.meta["pattern"] = self._look_up(node)
+        return node.meta["pattern"]
+
+    def _look_up(self, node: fx.Node) -> Pattern | None:
+        if node.op == "call_module":
+            return registry.for_module(read_attribute(self.model, str(node.target)))
+        if node.op == "call_method":
+            return registry.for_function(getattr(torch.Tensor, str(node.target), node.target))
+        if node.op == "call_function":
+            # A property of a tensor, such as x.T, goes by its own name.
+            return registry.for_function(node.args[1] if node.target is getattr else node.target)
+        return None
 
     def graph_module(self) -> fx.GraphModule:
         """The trace as a module of its own that shares the model's parameters."""

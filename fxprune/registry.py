@@ -1,15 +1,19 @@
-"""What fxprune knows about ops: patterns, registered by module class, function or op name.
+"""Which pattern a module, function or op has: the global register, and scopes on top of it.
 
 The engine asks here what a node of the trace means and knows no op itself. The built-in patterns
-live in :mod:`fxprune.patterns`, one family a file, and are loaded on first use.
+live in :mod:`fxprune.patterns`, one family a file, and are loaded on first use; then those that
+installed packages provide under the entry point group ``fxprune.patterns``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.metadata
 import pkgutil
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -17,93 +21,124 @@ from typing import Any
 import torch
 from torch import nn
 
-# A rule reads a call and states, through the algebra, how its channels hang together; it returns
-# the channels of the call's result. See fxprune.algebra for the words it can use.
-Rule = Callable[[Any, Any], Any]
+from .errors import PatternError
+from .ops import key_of, op_name
+from .pattern_types import Pattern, is_run, pattern, run_of
+
+ENTRY_POINTS = "fxprune.patterns"
 
 
-@dataclass(frozen=True)
-class Pattern:
-    """What is known about one kind of node.
+@dataclass
+class Layer:
+    """Patterns by target."""
 
-    Args:
-        name: what the node is called in reports.
-        rule: states the channel algebra of one call.
-        kind: the word for this node in the name of a fusion (``"conv"``, ``"act"``, …).
-        attributes: module attributes after shrinking; ``attributes(module, new) -> {name: value}``
-            with the new widths in ``new``, a :class:`fxprune.widths.NewSizes`.
-        resize: the arguments that hold sizes, as they have to be after shrinking;
-            ``resize(call, new) -> {(position, name): value}``.
-        absorb: name of the buffer that a constant added to the input can be subtracted from.
-        bias: where a constant added to the output can go: True for the module's bias beside its
-            weight, ``(position, name)`` of the argument for a function.
-        refresh: called on a module after its tensors have changed.
-        forward: a forward for widths that the class's own cannot express, which ``attributes``
-            then gives as ``"forward"``; modules that have it follow the same rule.
-        product: the result is 0 wherever an operand is.
-    """
+    modules: dict[type, Pattern] = field(default_factory=dict)
+    functions: dict[Any, Pattern] = field(default_factory=dict)
+    ops: dict[str, Pattern] = field(default_factory=dict)
+    runs: dict[tuple[Any, ...], Pattern] = field(default_factory=dict)
 
-    name: str
-    rule: Rule
-    kind: str = ""
-    attributes: Callable[..., dict[str, Any]] | None = None
-    resize: Callable[..., Any] | None = None
-    absorb: str | None = None
-    bias: Any = None
-    refresh: Callable[[nn.Module], None] | None = None
-    forward: Callable[..., Any] | None = None
-    product: bool = False
-    source: str = field(default="", compare=False)
+    def place(self, target: Any) -> tuple[dict[Any, Pattern], Any]:
+        """The dictionary for a target, and its key there."""
+        if is_run(target):
+            return self.runs, run_of(target)  # type: ignore[return-value]
+        if isinstance(target, str):
+            return self.ops, target  # type: ignore[return-value]
+        if isinstance(target, type) and issubclass(target, nn.Module):
+            return self.modules, target  # type: ignore[return-value]
+        return self.functions, key_of(target)
+
+    def add(self, made: Pattern, *, override: bool) -> None:
+        for target in made.targets:
+            _check_target(target)
+            known = find(target)
+            if known is not None and not override:
+                raise PatternError(
+                    f"{made.name} has a pattern already, from {known.source}; "
+                    "override=True replaces it"
+                )
+        for target in made.targets:
+            space, key = self.place(target)
+            space[key] = made
+
+    def remove(self, target: Any) -> None:
+        space, key = self.place(target)
+        if key not in space:
+            raise PatternError(f"{target!r} has no pattern that could be unregistered")
+        del space[key]
 
 
-_modules: dict[type, Pattern] = {}
-_functions: dict[Any, Pattern] = {}
-_ops: dict[str, Pattern] = {}
-_fusions: dict[str, tuple[str, ...]] = {}
+_global = Layer()
+_scopes: ContextVar[tuple[Layer, ...]] = ContextVar("fxprune patterns", default=())
 _widths: set[str] = set()
 
 
-def module(*classes: type, **settings: Any) -> Callable[[Rule], Rule]:
-    """Register a rule for module classes; a registered class becomes a leaf of the trace."""
+def register(*targets: Any, override: bool = False, **what: Any) -> Any:
+    """Have fxprune know ``targets`` from now on.
 
-    def register(rule: Rule) -> Rule:
-        for cls in classes:
-            _modules[cls] = _pattern(rule, settings, cls.__name__)
-        return rule
+    A registered module class, function or custom op becomes one node of the trace.
 
-    return register
+    Args:
+        targets: what :func:`fxprune.pattern` takes, or patterns that it has made.
+        override: replace a pattern that a target has already.
+        what: the settings of :func:`fxprune.pattern`.
 
+    Returns:
+        The :class:`fxprune.Pattern`; without ``layout``, ``rule`` or ``steps`` a decorator for a
+        rule, which returns the rule.
 
-def op(*names: str, **settings: Any) -> Callable[[Rule], Rule]:
-    """Register a rule for PyTorch's own ops by name: ``"cat"`` is ``torch.cat``, ``aten::cat`` …
-
-    A name stands for the function, the method, the functional and the aten op called so, in place
-    or not; PyTorch gives them one meaning.
+    Raises:
+        PatternError: the pattern cannot be, or a target has one and ``override`` is False.
     """
+    if targets and all(isinstance(t, Pattern) for t in targets):
+        if what:
+            raise PatternError(f"{targets[0].name} is made already; it takes no {', '.join(what)}")
+        for made in targets:
+            _add(made, override)
+        return targets[0] if len(targets) == 1 else targets
+    made = pattern(*targets, **what)
+    if isinstance(made, Pattern):
+        _add(made, override)
+        return made
 
-    def register(rule: Rule) -> Rule:
-        for name in names:
-            _ops[name] = _pattern(rule, settings, name)
+    def decorate(rule: Callable[..., Any]) -> Callable[..., Any]:
+        _add(made(rule), override)
         return rule
 
-    return register
+    return decorate
 
 
-def function(*targets: Any, **settings: Any) -> Callable[[Rule], Rule]:
-    """Register a rule for functions that are not PyTorch's own."""
-
-    def register(rule: Rule) -> Rule:
-        for target in targets:
-            _functions[target] = _pattern(rule, settings, getattr(target, "__name__", str(target)))
-        return rule
-
-    return register
+def _add(made: Pattern, override: bool) -> None:
+    if not made.is_builtin:
+        load()
+    _global.add(made, override=override)
 
 
-def fusion(*names: str) -> None:
-    """Register runs of nodes, named by their kinds: ``"conv-act-conv"``."""
-    for name in names:
-        _fusions[name] = tuple(name.split("-"))
+def unregister(*targets: Any) -> None:
+    """Forget the patterns of ``targets`` (or of patterns): what :func:`fxprune.register` took."""
+    load()
+    for target in [t for given in targets for t in getattr(given, "targets", (given,))]:
+        _global.remove(target)
+
+
+@contextlib.contextmanager
+def scope(*patterns: Pattern, override: bool = False) -> Iterator[None]:
+    """Patterns that hold inside the ``with`` block only, in this thread or task."""
+    load()
+    layer = Layer()
+    token = _scopes.set((*_scopes.get(), layer))
+    try:
+        for made in patterns:
+            if not isinstance(made, Pattern):
+                raise PatternError(f"{made!r} is no Pattern; fxprune.pattern(...) makes one")
+            layer.add(made, override=override)
+        yield
+    finally:
+        _scopes.reset(token)
+
+
+def _layers() -> tuple[Layer, ...]:
+    """The innermost scope first."""
+    return (*reversed(_scopes.get()), _global)
 
 
 def width(*names: str) -> None:
@@ -112,20 +147,27 @@ def width(*names: str) -> None:
 
 
 def width_names() -> set[str]:
-    load_builtins()
+    load()
     return _widths
 
 
-def _pattern(rule: Rule, settings: dict[str, Any], name: str) -> Pattern:
-    return Pattern(name=name, rule=rule, source=rule.__module__, **settings)
-
-
 @cache
-def load_builtins() -> None:
-    """Import every file of :mod:`fxprune.patterns`, each of which registers its family."""
+def load() -> None:
+    """Import every file of :mod:`fxprune.patterns`, each of which registers its family; then what
+    other packages provide."""
     package = importlib.import_module("fxprune.patterns")
     for info in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"fxprune.patterns.{info.name}")
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            found = entry.load()
+            if callable(found):
+                found()
+        except Exception as error:  # whatever a package's own code raises
+            raise PatternError(
+                f"the patterns {entry.name!r} of an installed package ({entry.value}) cannot be "
+                f"loaded: {type(error).__name__}: {error}"
+            ) from error
 
 
 def for_module(instance: nn.Module) -> Pattern | None:
@@ -133,50 +175,82 @@ def for_module(instance: nn.Module) -> Pattern | None:
 
     A subclass with a forward of its own computes something else, and has no pattern.
     """
-    load_builtins()
+    load()
     forward = type(instance).forward
+    layers = _layers()
     for cls in type(instance).__mro__:
-        if cls in _modules:
-            pattern = _modules[cls]
-            known = (getattr(cls, "forward", None), pattern.forward)
-            return pattern if forward in known else None
+        for layer in layers:
+            if cls in layer.modules:
+                made = layer.modules[cls]
+                known = (getattr(cls, "forward", None), made.forward)
+                return made if forward in known else None
     return None
 
 
 def for_function(target: Any) -> Pattern | None:
-    load_builtins()
-    return _functions.get(target) or _ops.get(op_name(target))
+    load()
+    key, name = key_of(target), op_name(target)
+    for layer in _layers():
+        made = layer.functions.get(key) or layer.ops.get(name)
+        if made is not None:
+            return made
+    return None
 
 
-def fusions() -> dict[str, Sequence[str]]:
-    load_builtins()
-    return dict(_fusions)
+def find(target: Any) -> Pattern | None:
+    """The pattern that is registered for a target as :func:`register` takes it."""
+    for layer in _layers():
+        space, key = layer.place(target)
+        if key in space:
+            return space[key]
+    return None
 
 
-def op_name(target: Any) -> str:
-    """The name of one of PyTorch's own ops (``add`` for ``Tensor.__iadd__``), or ``""``."""
-    if isinstance(target, str):
-        return target.strip("_")
-    if isinstance(target, torch._ops.OpOverload):
-        namespace, _, name = target._schema.name.partition("::")
-        return name.strip("_") if namespace in ("aten", "prims") else ""
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        name = target._qualified_op_name
-        return name.partition("::")[2].strip("_") if name.startswith("aten::") else ""
-    if not _is_torch(target):
-        return ""
-    name = target.__name__
-    if name == "__get__":  # a property of the tensor, such as x.T
-        return target.__self__.__name__
-    return name.strip("_")
+def every() -> list[Pattern]:
+    """All patterns that hold here, each once."""
+    load()
+    spaces = [s for x in _layers() for s in (x.modules, x.functions, x.ops, x.runs)]
+    return list({id(p): p for space in spaces for p in space.values()}.values())
 
 
-def _is_torch(target: Any) -> bool:
-    if isinstance(target, (types.MethodDescriptorType, types.WrapperDescriptorType)):
-        return issubclass(torch.Tensor, target.__objclass__)
-    if isinstance(target, types.MethodWrapperType):
-        return True
-    owner = getattr(target, "__module__", None) or getattr(
-        getattr(target, "__self__", None), "__name__", ""
+def runs() -> dict[tuple[Any, ...], Pattern]:
+    load()
+    found: dict[tuple[Any, ...], Pattern] = {}
+    for layer in reversed(_layers()):
+        found |= layer.runs
+    return found
+
+
+def python_functions() -> list[Any]:
+    """Registered functions and autograd functions that PyTorch does not tell of when they run."""
+    load()
+    found = [t for layer in _layers() for made in layer.functions.values() for t in made.targets]
+    found += [item for run in runs() for item in run]
+    return [t for t in dict.fromkeys(f for f in found if _hashable(f)) if is_python(t)]
+
+
+def is_python(target: Any) -> bool:
+    if isinstance(target, type):
+        return issubclass(target, torch.autograd.Function)
+    module = getattr(target, "__module__", None) or ""
+    return isinstance(target, types.FunctionType) and module.partition(".")[0] not in (
+        "torch", "fxprune",
+    )  # fmt: skip
+
+
+def _hashable(value: Any) -> bool:
+    return getattr(value, "__hash__", None) is not None
+
+
+def _check_target(target: Any) -> None:
+    if isinstance(target, str) or is_run(target) or callable(target):
+        closure = getattr(target, "__closure__", None)
+        if closure and is_python(target):
+            raise PatternError(
+                f"{target.__qualname__} is a function made inside another one, which cannot be "
+                "seen as it runs; define it at the top of a module, or register a module class"
+            )
+        return
+    raise PatternError(
+        f"{target!r} is no module class, function, op, name of an op or run of these"
     )
-    return isinstance(owner, str) and owner.partition(".")[0] in ("torch", "_operator")

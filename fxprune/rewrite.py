@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import registry
 from .channels import SourceAxis
 from .code import rewritten_class
 from .errors import ModelError
@@ -169,14 +168,10 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
         change.attributes[path, attribute] = value
     for path, code in plan.code.items():
         change.classes[path] = rewritten_class(type(model.get_submodule(path)), code)
-    for path, module in model.named_modules():
-        pattern = registry.for_module(module)
-        if (
-            pattern is not None
-            and pattern.refresh is not None
-            and path in plan._replay.module_sizes
-        ):
-            change.refresh[path] = pattern.refresh
+    for node in plan._trace.graph.nodes:
+        pattern = plan._trace.pattern(node) if node.op == "call_module" else None
+        if pattern is not None and pattern.refresh is not None:
+            change.refresh[str(node.target)] = pattern.refresh
     return change
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxprune.channels import Channels, remap
-from fxprune.registry import module, op
+from fxprune.registry import register
 
 
 def same_scale(call, new):
@@ -20,7 +20,7 @@ def same_scale(call, new):
     return {(6, "scale"): width**-0.5}
 
 
-@op("scaled_dot_product_attention", resize=same_scale)
+@register("scaled_dot_product_attention", resize=same_scale)
 def attention(a, call):
     """q and k share their head dimension's units, all of them share heads."""
     q, k, v = (a.channels(value) for value in call.inputs[:3])
@@ -137,7 +137,7 @@ def widths(m, new):
     return found
 
 
-@module(nn.MultiheadAttention, kind="attention", attributes=widths, bias=True,
+@register(nn.MultiheadAttention, kind="attention", attributes=widths, bias=True,
         forward=narrow_attention)  # fmt: skip
 def multihead(a, call):
     m = call.module

@@ -7,7 +7,7 @@ from torch import nn
 
 from fxprune.call import Named
 from fxprune.channels import Channels, remap
-from fxprune.registry import module, op
+from fxprune.registry import register
 
 
 def convolve(a, call, x, weight, bias, groups, *, transposed, border):
@@ -104,7 +104,7 @@ def widths(m, new):
     }
 
 
-@module(
+@register(
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
     kind="conv", attributes=widths, bias=True,
 )  # fmt: skip
@@ -116,7 +116,7 @@ def conv_module(a, call):
     )
 
 
-@op("conv1d", "conv2d", "conv3d", kind="conv", bias=(2, "bias"))
+@register("conv1d", "conv2d", "conv3d", kind="conv", bias=(2, "bias"))
 def conv_function(a, call):
     weight = call.arg(1, "weight")
     border = border_of(False, call.arg(4, "padding", 0), "zeros", ())
@@ -126,7 +126,7 @@ def conv_function(a, call):
     )  # fmt: skip
 
 
-@op("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", kind="conv", bias=(2, "bias"))
+@register("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", kind="conv", bias=(2, "bias"))
 def conv_transpose_function(a, call):
     weight = call.arg(1, "weight")
     border = border_of(True, 0, "zeros", weight_shape(a, call, weight)[2:])
@@ -136,7 +136,7 @@ def conv_transpose_function(a, call):
     )  # fmt: skip
 
 
-@op("convolution")
+@register("convolution")
 def aten_convolution(a, call):
     """aten's one form of all of them."""
     transposed, weight = call.arg(6, "transposed"), call.arg(1, "weight")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fxprune.patterns.shape import with_sizes
 
-from fxprune.registry import op
+from fxprune.registry import register
 
 
-@op("zeros_like", "ones_like", "full_like", "zero", "fill", "empty_like", "rand_like", "randn_like",
-    "bernoulli")  # fmt: skip
+@register("zeros_like", "ones_like", "full_like", "zero", "fill", "empty_like", "rand_like",
+          "randn_like", "bernoulli")  # fmt: skip
 def like(a, call):
     """A tensor of x's shape: its width follows x's. Of random ones nothing is known."""
     x = call.channels()
@@ -40,10 +40,10 @@ for names, first, value_at in (
     (("new_full",), 1, 2),
 ):
     sizes, rule = filled(first, value_at)
-    op(*names, resize=sizes)(rule)
+    register(*names, resize=sizes, rule=rule)
 
 
-@op("new_tensor", "rand", "randn", "arange", "tensor", "as_tensor", "linspace", "eye")
+@register("new_tensor", "rand", "randn", "arange", "tensor", "as_tensor", "linspace", "eye")
 def fresh(a, call):
     """A tensor of its own: only the type and device of x matter."""
     return a.rigid_result(call)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fxprune.channels import remap
-from fxprune.registry import module, op
+from fxprune.registry import register
 
 ACTIVATIONS = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,
@@ -34,20 +34,20 @@ SAME = (
 )  # fmt: skip
 
 
-@op(*ARITHMETIC)
-@op("mul", "imul", "rmul", product=True)
+@register(*ARITHMETIC)
+@register("mul", "imul", "rmul", product=True)
 def elementwise(a, call):
     return a.elementwise(call)
 
 
-@op(*ACTIVATION_OPS, kind="act")
-@module(*ACTIVATIONS, kind="act")
+@register(*ACTIVATION_OPS, kind="act")
+@register(*ACTIVATIONS, kind="act")
 def activation(a, call):
     return a.elementwise(call)
 
 
-@op(*SAME, kind="same")
-@module(
+@register(*SAME, kind="same")
+@register(
     nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
     nn.FeatureAlphaDropout, kind="same",
 )  # fmt: skip
@@ -60,12 +60,12 @@ def slope_count(m, new):
     return {"num_parameters": new.views["weight"][0]}
 
 
-@module(nn.PReLU, kind="act", attributes=slope_count)
+@register(nn.PReLU, kind="act", attributes=slope_count)
 def prelu(a, call):
     return slopes(a, call, "weight")
 
 
-@op("prelu", kind="act")
+@register("prelu", kind="act")
 def prelu_function(a, call):
     return slopes(a, call, call.arg(1, "weight"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fxprune.channels import Channels, remap
-from fxprune.registry import module, op
+from fxprune.registry import register
 
 
 def look_up(a, call, weight):
@@ -20,14 +20,14 @@ def width(m, new):
     return {"embedding_dim": new.views["weight"][1]}
 
 
-@module(nn.Embedding, nn.EmbeddingBag, kind="embedding", attributes=width)
+@register(nn.Embedding, nn.EmbeddingBag, kind="embedding", attributes=width)
 def embedding_module(a, call):
     if call.module.max_norm is not None:
         return a.unknown(call)
     return look_up(a, call, "weight")
 
 
-@op("embedding", kind="embedding")
+@register("embedding", kind="embedding")
 def embedding_function(a, call):
     """F.embedding(index, weight); aten orders them the other way."""
     first, second = call.inputs[:2]

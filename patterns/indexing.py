@@ -7,7 +7,7 @@ from torch import fx
 
 from fxprune.call import Named
 from fxprune.channels import Channels, remap
-from fxprune.registry import op
+from fxprune.registry import register
 
 
 def per_dim(x, index):
@@ -91,7 +91,7 @@ def where_masked(a, call, x, rank, shape):
     return remap(x, {d: d - rank + 1 for d in range(rank, len(x.shape))}, shape)
 
 
-@op("getitem", kind="getitem", resize=new_index)
+@register("getitem", kind="getitem", resize=new_index)
 def getitem(a, call):
     """Slices and constant indices run on the labels; an index that is data freezes them."""
     rank = masked_dims(call)
@@ -133,7 +133,7 @@ def new_select(call, new):
     return {} if keep is None else {(2, "index"): int(keep[: at % len(keep)].sum())}
 
 
-@op("select", resize=new_select)
+@register("select", resize=new_select)
 def select(a, call):
     x, dim = call.channels(), call.arg(1, "dim") % len(call.channels().shape)
     at = call.arg(2, "index")
@@ -150,14 +150,14 @@ def new_narrow(call, new):
     return {(2, "start"): int(keep[:start].sum()), (3, "length"): new.result[dim]}
 
 
-@op("narrow", resize=new_narrow)
+@register("narrow", resize=new_narrow)
 def narrow(a, call):
     x, dim = call.channels(), call.arg(1, "dim") % len(call.channels().shape)
     start = call.arg(2, "start") % x.shape[dim]
     return a.move(call, x, lambda t: t.narrow(dim, start, call.shape[dim]), touched=[dim])
 
 
-@op("slice")
+@register("slice")
 def aten_slice(a, call):
     x, dim = call.channels(), call.arg(1, "dim", 0) % len(call.channels().shape)
     bounds = slice(call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1))
@@ -166,7 +166,7 @@ def aten_slice(a, call):
     return a.move(call, x, lambda t: t[(slice(None),) * dim + (bounds,)], touched=[dim])
 
 
-@op("index_select")
+@register("index_select")
 def index_select(a, call):
     x, dim = call.channels(), call.arg(1, "dim") % len(call.channels().shape)
     at = a.positions(call, call.arg(2, "index"), x, dim)
@@ -177,7 +177,7 @@ def index_select(a, call):
     return a.move(call, x, lambda t: t.index_select(dim, at), touched=[dim])
 
 
-@op("masked_select", "nonzero", "argmax", "argmin", "argsort", "sort", "topk", "multinomial",
+@register("masked_select", "nonzero", "argmax", "argmin", "argsort", "sort", "topk", "multinomial",
     "bincount", "unique")  # fmt: skip
 def data_dependent(a, call):
     """Positions or an order come out: along channels these would mean something else."""

@@ -9,10 +9,10 @@ import torch
 from fxprune.call import Named
 from fxprune.channels import Axis, Channels, remap
 from fxprune.layout import broadcast_shape
-from fxprune.registry import op
+from fxprune.registry import register
 
 
-@op("cat", "concat", "concatenate", kind="cat")
+@register("cat", "concat", "concatenate", kind="cat")
 def cat(a, call):
     """Along channels: one array after the other. Along another dimension operands share units."""
     parts = [a.channels(v) for v in call.arg(0, "tensors")]
@@ -60,7 +60,7 @@ def end_to_end(a, call, parts, dim):
     return result
 
 
-@op("stack", kind="cat")
+@register("stack", kind="cat")
 def stack(a, call):
     """A cat along a new dimension: each operand keeps its own units, equally many of them."""
     parts = [a.channels(v) for v in call.arg(0, "tensors")]
@@ -92,7 +92,7 @@ def with_dim(x, dim):
     return Channels(x.shape, tuple(axes))
 
 
-@op("chunk", kind="split")
+@register("chunk", kind="split")
 def chunk(a, call):
     """Parts of one size, which the code computes from the width: they keep equally many."""
     x, dim = call.channels(), call.arg(2, "dim", 0)
@@ -110,7 +110,7 @@ def new_split(call, new):
     return {(1, "split_size_or_sections"): tuple(sizes)}
 
 
-@op("split", "split_with_sizes", kind="split", resize=new_split)
+@register("split", "split_with_sizes", kind="split", resize=new_split)
 def split(a, call):
     """Parts of stated sizes; where these are equal and computed, they stay equal."""
     x, dim = call.channels(), call.arg(2, "dim", 0)
@@ -139,7 +139,7 @@ def new_tensor_split(call, new):
     return {(1, name): tuple(accumulate(sizes[:-1]))}
 
 
-@op("tensor_split", kind="split", resize=new_tensor_split)
+@register("tensor_split", kind="split", resize=new_tensor_split)
 def tensor_split(a, call):
     """Parts of nearly one size, or that end at stated places."""
     x, dim = call.channels(), call.arg(2, "dim", 0)
@@ -165,7 +165,7 @@ def apart(a, call, x, dim, parts, equal):
     )
 
 
-@op("unbind", kind="split")
+@register("unbind", kind="split")
 def unbind(a, call):
     x, dim = call.channels(), call.arg(1, "dim", 0) % len(call.channels().shape)
     shape = tuple(n for d, n in enumerate(x.shape) if d != dim)

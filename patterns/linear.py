@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fxprune.channels import remap
-from fxprune.registry import module, op
+from fxprune.registry import register
 
 
 def dense(a, call, x, weight, bias):
@@ -36,17 +36,17 @@ def widths(m, new):
     return {"out_features": out_features, "in_features": in_features}
 
 
-@module(nn.Linear, kind="linear", attributes=widths, bias=True)
+@register(nn.Linear, kind="linear", attributes=widths, bias=True)
 def linear_module(a, call):
     return dense(a, call, call.channels(), "weight", "bias")
 
 
-@op("linear", kind="linear", bias=(2, "bias"))
+@register("linear", kind="linear", bias=(2, "bias"))
 def linear_function(a, call):
     return dense(a, call, call.channels(), call.arg(1, "weight"), call.arg(2, "bias"))
 
 
-@op("addmm")
+@register("addmm")
 def addmm(a, call):
     """b + x W: aten's form of a linear layer."""
     x, w = a.channels(call.arg(1, "mat1")), a.channels(call.arg(2, "mat2"))

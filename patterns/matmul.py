@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fxprune.channels import remap
 from fxprune.layout import broadcast_shape
-from fxprune.registry import op
+from fxprune.registry import register
 
 
-@op("matmul", "bmm", "mm", "mv", "dot", "rmatmul")
+@register("matmul", "bmm", "mm", "mv", "dot", "rmatmul")
 def matmul(a, call):
     """(…, n, k) @ (…, k, m): k shares its units and ends."""
     x, y = a.channels(call.inputs[0]), a.channels(call.inputs[1])
@@ -44,13 +44,13 @@ def lift(x, rank):
     return remap(x, {d: d + by for d in range(len(x.shape))}, (1,) * by + x.shape)
 
 
-@op("baddbmm", "addbmm")
+@register("baddbmm", "addbmm")
 def baddbmm(a, call):
     y = product(a, call, a.channels(call.inputs[1]), a.channels(call.inputs[2]))
     return a.meet(call, [a.channels(call.inputs[0]), y], lambda t: t[0] + t[1], y.shape)
 
 
-@op("grouped_mm")
+@register("grouped_mm")
 def grouped(a, call):
     """Runs of rows of x, each times its own matrix of a stack, as experts: (n, k) @ (g, k, m)."""
     x, w = a.channels(call.inputs[0]), a.channels(call.inputs[1])
@@ -61,7 +61,7 @@ def grouped(a, call):
     return a.contract(call, x, w, [(1, 0)], [], {0: 0}, {1: 1}, (x.shape[0], w.shape[1]))
 
 
-@op("einsum")
+@register("einsum")
 def einsum(a, call):
     """Two operands at a time; letters that only one of them has are summed first."""
     equation, operands = call.arg(0, "equation"), call.inputs
@@ -105,13 +105,13 @@ def sum_out(a, call, x, term, needed):
     return (a.reduce(call, x, gone, False) if gone else x), "".join(c for c in term if c in needed)
 
 
-@op("outer")
+@register("outer")
 def outer(a, call):
     x, y = (a.channels(v) for v in call.inputs)
     column = a.view(call, x, (*x.shape, 1))
     return a.meet(call, [column, y], lambda t: t[0] * t[1])
 
 
-@op("bilinear")
+@register("bilinear")
 def bilinear(a, call):
     return a.unknown(call)

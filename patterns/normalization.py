@@ -7,7 +7,7 @@ from fxprune.patterns.linear import along
 from torch import nn
 
 from fxprune.channels import remap
-from fxprune.registry import module, op
+from fxprune.registry import register
 
 
 def per_channel(a, call, x, names, function, dim=1):
@@ -48,14 +48,14 @@ def norm_width(m, new):
     return {"num_features": new.input[1]}
 
 
-@module(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, kind="norm",
+@register(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, kind="norm",
         attributes=norm_width, absorb="running_mean")  # fmt: skip
 def batch_norm(a, call):
     names = {"mean": "running_mean", "var": "running_var", "weight": "weight", "bias": "bias"}
     return batch(a, call, call.channels(), names, call.module.eps)
 
 
-@op("batch_norm", kind="norm")
+@register("batch_norm", kind="norm")
 def batch_norm_function(a, call):
     """F.batch_norm and torch.batch_norm order their arguments differently."""
     by_name = {"mean": (1, "running_mean"), "var": (2, "running_var")}
@@ -70,7 +70,9 @@ def batch_norm_function(a, call):
     return batch(a, call, call.channels(), names, eps)
 
 
-@module(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, kind="norm", attributes=norm_width)
+@register(
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, kind="norm", attributes=norm_width
+)
 def instance_norm(a, call):
     x = call.channels()
     m = call.module
@@ -89,7 +91,7 @@ def instances(a, call, x, names, eps, dim=1):
     return per_channel(a, call, own, names, normaliser(eps), dim)
 
 
-@op("instance_norm", kind="norm")
+@register("instance_norm", kind="norm")
 def instance_norm_function(a, call):
     names = {"weight": call.arg(3, "weight"), "bias": call.arg(4, "bias")}
     return instances(a, call, call.channels(), names, 1e-5)
@@ -129,23 +131,23 @@ def layer_size(call, new):
     return {(1, "normalized_shape"): list(new.result[len(new.result) - over :])}
 
 
-@module(nn.LayerNorm, kind="layernorm", attributes=layer_width)
+@register(nn.LayerNorm, kind="layernorm", attributes=layer_width)
 def layer_norm(a, call):
     return layer(a, call, call.channels(), call.module.normalized_shape, "weight", "bias")
 
 
-@op("layer_norm", kind="layernorm", resize=layer_size)
+@register("layer_norm", kind="layernorm", resize=layer_size)
 def layer_norm_function(a, call):
     shape = call.arg(1, "normalized_shape")
     return layer(a, call, call.channels(), shape, call.arg(2, "weight"), call.arg(3, "bias"))
 
 
-@module(nn.RMSNorm, kind="layernorm", attributes=layer_width)
+@register(nn.RMSNorm, kind="layernorm", attributes=layer_width)
 def rms_norm(a, call):
     return layer(a, call, call.channels(), call.module.normalized_shape, "weight", None)
 
 
-@op("rms_norm", kind="layernorm", resize=layer_size)
+@register("rms_norm", kind="layernorm", resize=layer_size)
 def rms_norm_function(a, call):
     shape = call.arg(1, "normalized_shape")
     return layer(a, call, call.channels(), shape, call.arg(2, "weight"), None)
@@ -182,13 +184,13 @@ def group_count(call, new):
     return {(1, "num_groups"): new.result[1]} if whole else {}
 
 
-@module(nn.GroupNorm, kind="norm", attributes=group_width)
+@register(nn.GroupNorm, kind="norm", attributes=group_width)
 def group_norm(a, call):
     m = call.module
     return group(a, call, call.channels(), m.num_groups, "weight", "bias")
 
 
-@op("group_norm", kind="norm", resize=group_count)
+@register("group_norm", kind="norm", resize=group_count)
 def group_norm_function(a, call):
     groups = call.arg(1, "num_groups")
     return group(a, call, call.channels(), groups, call.arg(2, "weight"), call.arg(3, "bias"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fxprune.channels import Channels
-from fxprune.registry import module, op
+from fxprune.registry import register
 
 MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d,
        nn.AdaptiveMaxPool3d, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)  # fmt: skip
@@ -43,12 +43,12 @@ def pool(a, call, *, constant=True):
     return windows(a, call, x, range(rank - spatial(call), rank), constant=constant)
 
 
-@module(*MAX, kind="pool")
-@op("max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d",
+@register(*MAX, kind="pool")
+@register("max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d",
     "adaptive_max_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices",
     "max_pool1d_with_indices", kind="pool")  # fmt: skip
-@module(*ADAPTIVE, kind="pool")
-@op("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", kind="pool")
+@register(*ADAPTIVE, kind="pool")
+@register("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", kind="pool")
 def unpadded_pool(a, call):
     """Padding of a max is -∞, adaptive windows have none: a constant stays one."""
     return pool(a, call)
@@ -60,32 +60,32 @@ def average(a, call, padding, counts_padding):
     return a.bordered(y) if padded and counts_padding else y
 
 
-@module(*AVERAGE, kind="pool")
+@register(*AVERAGE, kind="pool")
 def average_pool(a, call):
     m = call.module
     return average(a, call, m.padding, m.count_include_pad)
 
 
-@op("avg_pool1d", "avg_pool2d", "avg_pool3d", kind="pool")
+@register("avg_pool1d", "avg_pool2d", "avg_pool3d", kind="pool")
 def average_pool_function(a, call):
     return average(a, call, call.arg(3, "padding", 0), call.arg(5, "count_include_pad", True))
 
 
-@module(nn.LPPool1d, nn.LPPool2d, kind="pool")
-@op("lp_pool1d", "lp_pool2d", kind="pool")
+@register(nn.LPPool1d, nn.LPPool2d, kind="pool")
+@register("lp_pool1d", "lp_pool2d", kind="pool")
 def power_pool(a, call):
     return pool(a, call, constant=False)
 
 
-@module(nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d, kind="resize")
-@op("interpolate", "upsample", "upsample_nearest", "upsample_bilinear", kind="resize")
+@register(nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d, kind="resize")
+@register("interpolate", "upsample", "upsample_nearest", "upsample_bilinear", kind="resize")
 def interpolate(a, call):
     """Weights of neighbours sum to one."""
     x = call.channels()
     return windows(a, call, x, range(2, len(x.shape)))
 
 
-@op("grid_sample", kind="resize")
+@register("grid_sample", kind="resize")
 def grid_sample(a, call):
     x = call.channels()
     a.freeze_all(call.arg(1, "grid"), "positions are read from it", call)
@@ -122,7 +122,7 @@ def pad(a, call, amounts, mode, value):
     return a.bordered(y) if value == 0 else a.forget(y)
 
 
-@module(*PADS, kind="pad")
+@register(*PADS, kind="pad")
 def pad_module(a, call):
     m = call.module
     name = type(m).__name__
@@ -130,7 +130,7 @@ def pad_module(a, call):
     return pad(a, call, list(m.padding), mode, getattr(m, "value", 0.0))
 
 
-@op("pad", "constant_pad_nd", kind="pad")
+@register("pad", "constant_pad_nd", kind="pad")
 def pad_function(a, call):
     mode = call.arg(2, "mode", "constant")
     if not isinstance(mode, str):  # aten: constant_pad_nd(x, pad, value)

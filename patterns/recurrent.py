@@ -9,7 +9,7 @@ from fxprune.patterns.joining import end_to_end, stack_parts
 from torch import nn
 
 from fxprune.channels import Channels, remap
-from fxprune.registry import module, op
+from fxprune.registry import register
 
 GATES = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1, nn.LSTMCell: 4, nn.GRUCell: 3, nn.RNNCell: 1}
 
@@ -30,7 +30,7 @@ def refresh(m):
     m.flatten_parameters()
 
 
-@module(nn.LSTM, nn.GRU, nn.RNN, kind="lstm", attributes=sizes, bias=True, refresh=refresh)
+@register(nn.LSTM, nn.GRU, nn.RNN, kind="lstm", attributes=sizes, bias=True, refresh=refresh)
 def recurrent(a, call):
     m, x = call.module, call.arg(0, "input")
     packed = not isinstance(x, Channels)
@@ -65,7 +65,7 @@ def recurrent(a, call):
     return result, tuple(states) if m.mode == "LSTM" else states[0]
 
 
-@module(nn.LSTMCell, nn.GRUCell, nn.RNNCell, kind="lstm", bias=True,
+@register(nn.LSTMCell, nn.GRUCell, nn.RNNCell, kind="lstm", bias=True,
         attributes=lambda m, new: {"input_size": new.views["weight_ih"][2],
                                    "hidden_size": new.views["weight_ih"][1]})  # fmt: skip
 def cell(a, call):
@@ -121,7 +121,7 @@ def along_last(a, call, ends, lead):
     return remap(flat, {0: rank}, (*lead, width))
 
 
-@op("pack_padded_sequence")
+@register("pack_padded_sequence")
 def pack(a, call):
     """The steps of all sequences, one after the other: (steps, channels)."""
     x = call.channels()
@@ -131,7 +131,7 @@ def pack(a, call):
     return remap(x, {last: 1}, (*data.shape[:1], x.shape[last])), lengths
 
 
-@op("pad_packed_sequence")
+@register("pad_packed_sequence")
 def pad(a, call):
     """The sequences again, filled up to the longest."""
     x = call.channels()

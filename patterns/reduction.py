@@ -9,7 +9,7 @@ from torch import nn
 
 from fxprune.call import Named
 from fxprune.channels import Channels
-from fxprune.registry import module, op
+from fxprune.registry import register
 
 
 def over(call, position, x):
@@ -30,7 +30,7 @@ def reduce(a, call, dim_at=1, keep_at=2):
     return y if not isinstance(call.spec, (tuple, list)) else tuple(y for _ in call.spec)
 
 
-@op("mean", "amax", "amin", "max", "min", "median", kind="pool")
+@register("mean", "amax", "amin", "max", "min", "median", kind="pool")
 def level(a, call):
     """The mean, largest or smallest of a constant map is the constant."""
     x = call.channels()
@@ -40,22 +40,22 @@ def level(a, call):
     return a.levelled(call, x, y, over(call, 1, x))
 
 
-@op("sum", "nansum", "prod", "any", "all", "count_nonzero")
+@register("sum", "nansum", "prod", "any", "all", "count_nonzero")
 def total(a, call):
     return reduce(a, call)
 
 
-@op("logsumexp")
+@register("logsumexp")
 def logsumexp(a, call):
     return reduce(a, call)
 
 
-@op("norm", "linalg_vector_norm", "vector_norm")
+@register("norm", "linalg_vector_norm", "vector_norm")
 def norm(a, call):
     return reduce(a, call, 2, 3)
 
 
-@op("var", "std", "var_mean", "std_mean")
+@register("var", "std", "var_mean", "std_mean")
 def spread(a, call):
     x = call.channels()
     dims = over(call, 1, x)
@@ -65,7 +65,7 @@ def spread(a, call):
     return y if not isinstance(call.spec, (tuple, list)) else tuple(y for _ in call.spec)
 
 
-@op("softmax", "log_softmax", "softmin", "gumbel_softmax", "normalize", "cosine_similarity",
+@register("softmax", "log_softmax", "softmin", "gumbel_softmax", "normalize", "cosine_similarity",
     "cumsum", "cumprod", "logcumsumexp", "renorm")  # fmt: skip
 def across(a, call):
     """Every slice depends on all others: along channels, fewer of them are another function."""
@@ -84,25 +84,25 @@ def across_dim(a, call, dim):
     return replace(rest, sums_to_one=dim if call.pattern.name in SUM_TO_ONE else None)
 
 
-@module(nn.Softmax, nn.LogSoftmax, nn.Softmin)
+@register(nn.Softmax, nn.LogSoftmax, nn.Softmin)
 def softmax_module(a, call):
     dim = call.module.dim
     return across_dim(a, call, -1 if dim is None else dim)
 
 
-@module(nn.Softmax2d)
+@register(nn.Softmax2d)
 def softmax_2d(a, call):
     return across_dim(a, call, -3)
 
 
-@module(nn.LocalResponseNorm)
-@op("local_response_norm")
+@register(nn.LocalResponseNorm)
+@register("local_response_norm")
 def neighbours(a, call):
     return across_dim(a, call, 1)
 
 
-@module(nn.GLU, kind="act")
-@op("glu", kind="act")
+@register(nn.GLU, kind="act")
+@register("glu", kind="act")
 def glu(a, call):
     """First half times sigmoid of the second: i pairs with i + C/2."""
     x = call.channels()

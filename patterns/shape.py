@@ -6,7 +6,7 @@ from torch import Size, nn
 from torch.nn import functional as F
 
 from fxprune.channels import Channels, remap
-from fxprune.registry import module, op
+from fxprune.registry import register
 
 
 def sizes_of(call, position=1, name="shape"):
@@ -34,7 +34,7 @@ def is_cast(call):
     return value is not None and not isinstance(value, (int, tuple, list, Channels))
 
 
-@op("view", "reshape", "unsafe_view", kind="flatten", resize=new_view)
+@register("view", "reshape", "unsafe_view", kind="flatten", resize=new_view)
 def view(a, call):
     """Dimensions that the code sizes by a literal keep their number of slices where they can."""
     x = call.channels()
@@ -52,8 +52,8 @@ def hold_literals(a, call, y, literal):
     return y
 
 
-@op("view_as", "reshape_as", "flatten", "ravel", kind="flatten")
-@module(nn.Flatten, kind="flatten")
+@register("view_as", "reshape_as", "flatten", "ravel", kind="flatten")
+@register(nn.Flatten, kind="flatten")
 def flatten(a, call):
     return a.view(call, call.channels(), call.shape)
 
@@ -64,7 +64,7 @@ def new_unflatten(call, new):
     return {(2, "sizes"): tuple(new.result[dim : dim + count])}
 
 
-@op("unflatten", kind="flatten", resize=new_unflatten)
+@register("unflatten", kind="flatten", resize=new_unflatten)
 def unflatten(a, call):
     return a.view(call, call.channels(), call.shape)
 
@@ -74,7 +74,7 @@ def unflattened(m, new):
     return {"unflattened_size": tuple(new.result[dim : dim + len(m.unflattened_size)])}
 
 
-@module(nn.Unflatten, kind="flatten", attributes=unflattened)
+@register(nn.Unflatten, kind="flatten", attributes=unflattened)
 def unflatten_module(a, call):
     return a.view(call, call.channels(), call.shape)
 
@@ -86,13 +86,13 @@ def reorder(a, call, order):
     return remap(x, {d: i for i, d in enumerate(order)}, shape)
 
 
-@op("permute", kind="permute")
+@register("permute", kind="permute")
 def permute(a, call):
     rank = len(call.channels().shape)
     return reorder(a, call, [d % rank for d in sizes_of(call, 1, "dims")])
 
 
-@op("transpose", "swapaxes", "swapdims", kind="permute")
+@register("transpose", "swapaxes", "swapdims", kind="permute")
 def transpose(a, call):
     rank = len(call.channels().shape)
     first = call.arg(1, "dim0", call.kwargs.get("axis0"))
@@ -102,7 +102,7 @@ def transpose(a, call):
     return reorder(a, call, [d % rank for d in order])
 
 
-@op("t", "T", "mT", "adjoint", "H", "mH", kind="permute")
+@register("t", "T", "mT", "adjoint", "H", "mH", kind="permute")
 def matrix_transpose(a, call):
     rank = len(call.channels().shape)
     order = list(range(rank))
@@ -111,7 +111,7 @@ def matrix_transpose(a, call):
     return reorder(a, call, order)
 
 
-@op("movedim", "moveaxis", kind="permute")
+@register("movedim", "moveaxis", kind="permute")
 def movedim(a, call):
     import torch
 
@@ -121,7 +121,7 @@ def movedim(a, call):
     return reorder(a, call, [n - 2 for n in moved.shape])
 
 
-@op("unsqueeze", "squeeze", kind="permute")
+@register("unsqueeze", "squeeze", kind="permute")
 def squeeze(a, call):
     """Dimensions of size 1 come or go."""
     return a.view(call, call.channels(), call.shape)
@@ -131,12 +131,12 @@ def new_expand(call, new):
     return with_sizes(call, new.result, 1, "sizes")
 
 
-@op("expand", "broadcast_to", resize=new_expand)
+@register("expand", "broadcast_to", resize=new_expand)
 def expand(a, call):
     return spread(call)
 
 
-@op("expand_as")
+@register("expand_as")
 def expand_as(a, call):
     return spread(call)
 
@@ -147,7 +147,7 @@ def spread(call):
     return remap(x, {d: d + by for d in range(len(x.shape))}, shape)
 
 
-@op("repeat", "tile")
+@register("repeat", "tile")
 def repeat(a, call):
     x = call.channels()
     times = sizes_of(call, 1, "repeats" if call.pattern.name == "repeat" else "dims")
@@ -158,7 +158,7 @@ def repeat(a, call):
     return a.move(call, wide, lambda t: t.repeat(times), shape)
 
 
-@op("repeat_interleave")
+@register("repeat_interleave")
 def repeat_interleave(a, call):
     x, times, dim = call.channels(), call.arg(1, "repeats"), call.arg(2, "dim")
     if not isinstance(times, int) or dim is None:
@@ -168,13 +168,13 @@ def repeat_interleave(a, call):
     return a.move(call, x, lambda t: t.repeat_interleave(times, dim), shape)
 
 
-@op("flip")
+@register("flip")
 def flip(a, call):
     dims = sizes_of(call, 1, "dims")
     return a.move(call, call.channels(), lambda t: t.flip(dims))
 
 
-@op("roll")
+@register("roll")
 def roll(a, call):
     """Along channels a shift by a number of slices means another shift once slices are gone."""
     x, dims = call.channels(), call.arg(2, "dims", ())
@@ -184,8 +184,8 @@ def roll(a, call):
     return a.freeze_dims(x, [d % len(x.shape) for d in dims], "they are rolled by a number", call)
 
 
-@op("pixel_shuffle")
-@module(nn.PixelShuffle)
+@register("pixel_shuffle")
+@register(nn.PixelShuffle)
 def pixel_shuffle(a, call):
     x = call.channels()
     factor = call.module.upscale_factor if call.module else call.arg(1, "upscale_factor")
@@ -194,8 +194,8 @@ def pixel_shuffle(a, call):
     )
 
 
-@op("pixel_unshuffle")
-@module(nn.PixelUnshuffle)
+@register("pixel_unshuffle")
+@register(nn.PixelUnshuffle)
 def pixel_unshuffle(a, call):
     x = call.channels()
     factor = call.module.downscale_factor if call.module else call.arg(1, "downscale_factor")
@@ -205,8 +205,8 @@ def pixel_unshuffle(a, call):
     )  # fmt: skip
 
 
-@op("channel_shuffle", "native_channel_shuffle")
-@module(nn.ChannelShuffle)
+@register("channel_shuffle", "native_channel_shuffle")
+@register(nn.ChannelShuffle)
 def channel_shuffle(a, call):
     """(g, C/g) becomes (C/g, g): groups keep equally many."""
     x = call.channels()

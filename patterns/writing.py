@@ -17,7 +17,7 @@ from fxprune.patterns.indexing import (
 from fxprune.call import Named
 from fxprune.channels import Channels, remap
 from fxprune.recording import set_item
-from fxprune.registry import function, op
+from fxprune.registry import register
 
 
 def set_masked(a, call, x, rank, written):
@@ -45,7 +45,7 @@ def standing_for(index):
     return tuple(map(stand_in, index)) if isinstance(index, tuple) else stand_in(index)
 
 
-@function(set_item, resize=new_index)
+@register(set_item, resize=new_index)
 def setitem(a, call):
     """What is written shares its units with where it is written."""
     x, index, value = call.channels(), call.arg(1, "index"), call.arg(2, "value")
@@ -70,7 +70,7 @@ def setitem(a, call):
     return a.forget(x)
 
 
-@op("index_add", "index_copy")
+@register("index_add", "index_copy")
 def index_add(a, call):
     """Rows of another tensor are added to, or put in the place of, rows of x."""
     x, dim, source = call.channels(), call.arg(1, "dim"), a.channels(call.arg(3, "source"))

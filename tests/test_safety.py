@@ -128,8 +128,8 @@ FAULTS = {
 def inject(monkeypatch, stage, number, calls):
     """Let the call with this number of ``stage`` raise; each call is noted in ``calls``."""
     owner, name = FAULTS[stage]
-    registry.load_builtins()
-    pattern = registry._modules[nn.LSTM]
+    registry.load()
+    pattern = registry._global.modules[nn.LSTM]
     original = pattern.refresh if owner is None else getattr(owner, name)
 
     def faulty(*args, **kwargs):
@@ -140,7 +140,7 @@ def inject(monkeypatch, stage, number, calls):
 
     if owner is None:
         changed = dataclasses.replace(pattern, refresh=faulty)
-        monkeypatch.setitem(registry._modules, nn.LSTM, changed)
+        monkeypatch.setitem(registry._global.modules, nn.LSTM, changed)
     else:
         monkeypatch.setattr(owner, name, faulty)
 

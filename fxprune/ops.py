@@ -1,0 +1,80 @@
+"""What functions and ops are called, and what their arguments are."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def _autograd_function(target: Any) -> Any:
+    """The class whose ``apply`` is called, or what is called itself."""
+    owner = getattr(target, "__self__", None)
+    is_one = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
+    return owner if is_one else target
+
+
+def key_of(target: Any) -> Any:
+    """What stands for a function: a custom op is the same by each of its names."""
+    op = getattr(target, "_opoverload", target)
+    if isinstance(op, torch._ops.OpOverload):
+        return op._schema.name
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return op._qualified_op_name
+    op = _autograd_function(op)
+    return op if getattr(op, "__hash__", None) is not None else id(op)
+
+
+def op_name(target: Any) -> str:
+    """The name of one of PyTorch's own ops (``add`` for ``Tensor.__iadd__``), or ``""``."""
+    if isinstance(target, str):
+        return target.strip("_")
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, _, name = target._schema.name.partition("::")
+        return name.strip("_") if namespace in ("aten", "prims") else ""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        name = target._qualified_op_name
+        return name.partition("::")[2].strip("_") if name.startswith("aten::") else ""
+    if not _is_torch(target):
+        return ""
+    name = target.__name__
+    if name == "__get__":  # a property of the tensor, such as x.T
+        return target.__self__.__name__
+    return name.strip("_")
+
+
+def _is_torch(target: Any) -> bool:
+    if isinstance(target, (types.MethodDescriptorType, types.WrapperDescriptorType)):
+        return issubclass(torch.Tensor, target.__objclass__)
+    if isinstance(target, types.MethodWrapperType):
+        return True
+    owner = getattr(target, "__module__", None) or getattr(
+        getattr(target, "__self__", None), "__name__", ""
+    )
+    return isinstance(owner, str) and owner.partition(".")[0] in ("torch", "_operator")
+
+
+def argument_names(target: Any) -> list[str] | None:
+    """Names of the arguments that a module class's forward, a function or an op takes, in order;
+    None where nothing tells."""
+    if isinstance(target, type) and issubclass(target, nn.Module):
+        return list(inspect.signature(target.forward).parameters)[1:]
+    target = _autograd_function(target)
+    if isinstance(target, type) and issubclass(target, torch.autograd.Function):
+        own = list(inspect.signature(target.forward).parameters)
+        context = "setup_context" in vars(target)
+        return own if context else own[1:]
+    op = getattr(target, "_opoverload", target)
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        op = getattr(op, op.overloads()[0])
+    if isinstance(op, torch._ops.OpOverload):
+        return [argument.name for argument in op._schema.arguments]
+    if not callable(target):
+        return None
+    try:
+        return list(inspect.signature(target).parameters)
+    except (TypeError, ValueError):  # of C
+        return None

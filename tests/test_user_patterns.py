@@ -1,0 +1,162 @@
+"""Patterns of a user's own: module classes, functions, custom ops, runs of nodes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxprune
+
+from .oracle import check
+from .test_trace import Net
+
+
+def image(channels=3):
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(2, channels, 8, 8, dtype=torch.float64, generator=g)
+
+
+def rows(width=6):
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(4, width, dtype=torch.float64, generator=g)
+
+
+class Gated(nn.Module):
+    """sigmoid(G * x + g) · (V * x + v), one parameter for both halves of the weight."""
+
+    def __init__(self, inside, outside, size=3):
+        super().__init__()
+        self.in_channels, self.out_channels = inside, outside
+        self.kernels = nn.Parameter(torch.randn(2, inside, outside, size, size) * 0.2)
+        self.gate_bias = nn.Parameter(torch.randn(outside))
+        self.value_bias = nn.Parameter(torch.randn(outside))
+
+    def forward(self, x):
+        gate, value = self.kernels.transpose(1, 2)
+        return torch.sigmoid(F.conv2d(x, gate, self.gate_bias)) * F.conv2d(x, value, self.value_bias)
+
+
+GATED = fxprune.pattern(
+    Gated,
+    layout={
+        "x": "n in h w", "kernels": "two in out a b", "gate_bias": "out", "value_bias": "out",
+        "return": "n out h2 w2",
+    },
+    biases=("gate_bias", "value_bias"),
+    attributes={"in_channels": "in", "out_channels": "out"},
+)  # fmt: skip
+
+
+def gated_net():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sigmoid(), Gated(8, 12), nn.Conv2d(12, 4, 1))
+
+
+def test_a_layer_with_a_layout_of_its_own_shrinks_on_both_sides():
+    net = gated_net()
+    with fxprune.patterns(GATED):
+        plan, small = check(net, image())
+    assert small[2].kernels.shape == (2, 4, 6, 3, 3)
+    assert (small[2].in_channels, small[2].out_channels) == (4, 6)
+
+
+class Maxout(nn.Module):
+    def __init__(self, inside, outside, pieces):
+        super().__init__()
+        self.pieces = pieces
+        self.weight = nn.Parameter(torch.randn(outside * pieces, inside))
+        self.bias = nn.Parameter(torch.randn(outside * pieces))
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias).unflatten(-1, (-1, self.pieces)).amax(-1)
+
+
+MAXOUT = fxprune.pattern(
+    Maxout,
+    layout={"x": "... in", "weight": "(out k) in", "bias": "(out k)", "return": "... out"},
+    sizes={"k": "pieces"},
+    biases=["bias"],
+    folds={"weight": "bias"},
+)
+
+
+def test_a_dimension_cut_in_two_goes_by_whole_pieces():
+    net = nn.Sequential(nn.Linear(6, 8), nn.Sigmoid(), Maxout(8, 5, 3), nn.Linear(5, 3))
+    with fxprune.patterns(MAXOUT):
+        plan, small = check(net, rows(), sparsity=0.4)
+    assert small[2].weight.shape == (9, 5) and not plan.notes
+
+
+BILINEAR = fxprune.pattern(
+    nn.Bilinear,
+    layout={
+        "input1": "... one", "input2": "... two", "weight": "out one two", "bias": "out",
+        "return": "... out",
+    },
+    biases=["bias"],
+    attributes={"in1_features": "one", "in2_features": "two", "out_features": "out"},
+)  # fmt: skip
+
+
+def test_a_layer_that_reads_two_arguments():
+    def forward(s, x):
+        return s.out(s.both(torch.sigmoid(s.a(x)), torch.sigmoid(s.b(x))))
+
+    net = Net(forward, a=nn.Linear(6, 8), b=nn.Linear(6, 4), both=nn.Bilinear(8, 4, 6),
+              out=nn.Linear(6, 3))  # fmt: skip
+    with fxprune.patterns(BILINEAR):
+        plan, small = check(net, rows())
+    assert small.both.weight.shape == (3, 4, 2)
+
+
+@torch.library.custom_op("fxprune_tests::scale_shift", mutates_args=())
+def scale_shift(x: torch.Tensor, scale: torch.Tensor, shift: float) -> torch.Tensor:
+    return x.clone() * scale.view(1, -1, 1, 1) + shift
+
+
+class Squash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, slope):
+        ctx.save_for_backward(x, slope)
+        numbers = torch.from_numpy(x.detach().numpy().copy())
+        return torch.tanh(numbers * slope.view(1, -1, 1, 1)) + 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, slope = ctx.saved_tensors
+        inner = x * slope.view(1, -1, 1, 1)
+        along = grad * (1 - torch.tanh(inner) ** 2)
+        return along * slope.view(1, -1, 1, 1), (along * x).sum((0, 2, 3))
+
+
+def softly(x, factor=2.0, *, offset):
+    """A helper that leaves PyTorch on its way."""
+    return torch.from_numpy((x.detach() * factor).numpy().copy()) + offset.view(1, -1, 1, 1)
+
+
+PER_CHANNEL = {"x": "n c h w", "return": "n c h w"}
+
+
+def per_channel_net(function):
+    net = Net(lambda s, x: s.out(function(s, torch.sigmoid(s.conv(x)))), conv=nn.Conv2d(3, 8, 3),
+              out=nn.Conv2d(8, 4, 1))  # fmt: skip
+    net.register_parameter("scale", nn.Parameter(torch.randn(8)))
+    return net
+
+
+@pytest.mark.parametrize("target, layout, run", [
+    (scale_shift, {"x": "n c h w", "scale": "c", "return": "n c h w"},
+     lambda s, x: scale_shift(x, s.scale, 0.5)),
+    (torch.ops.fxprune_tests.scale_shift, {"x": "n c h w", "scale": "c", "return": "n c h w"},
+     lambda s, x: torch.ops.fxprune_tests.scale_shift(x, s.scale, 0.5)),
+    (Squash, {"x": "n c h w", "slope": "c", "return": "n c h w"},
+     lambda s, x: Squash.apply(x, s.scale)),
+    (softly, {"x": "n c h w", "offset": "c", "return": "n c h w"},
+     lambda s, x: softly(x, offset=s.scale)),
+], ids=["custom op", "its packet", "autograd function", "python function"])  # fmt: skip
+def test_functions_with_a_parameter_for_each_channel(target, layout, run):
+    with fxprune.patterns(fxprune.pattern(target, layout=layout)):
+        plan, small = check(per_channel_net(run), image())
+    assert small.conv.out_channels == small.out.in_channels == len(small.scale) == 4
+    assert not plan.notes
