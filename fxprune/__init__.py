@@ -4,7 +4,7 @@
 proves that it computes what the masked model computes.
 """
 
-from . import patterns
+from . import patterns  # type: ignore[attr-defined]
 from .api import prune
 from .errors import (
     InputError,

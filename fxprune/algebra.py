@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch.nn.utils import parametrize
 
 from . import tree
+from .aten import followed, is_pointwise, ops_of
 from .call import Call, Named, leaves, map_channels, map_specs, rigid
 from .channels import (
     Axis,
@@ -122,11 +123,10 @@ class Algebra(Meanings):
             return call.pattern.rule(self, call)
         beneath = call.node.meta.get("aten")
         if beneath is not None:
-            ops = [n for n in beneath.nodes if n.op == "call_function"]
-            ops = [n for n in ops if n.target is not operator.getitem]
+            ops = ops_of(beneath)
             if len(ops) == 1 and is_pointwise(ops[0].target):
                 return self._pointwise(call)
-            if ops and all(self._understood(n) for n in ops):
+            if followed(beneath):
                 return self._walk(beneath)
         elif is_pointwise(call.node.target):
             return self._pointwise(call)
@@ -137,11 +137,6 @@ class Algebra(Meanings):
             return self.elementwise(call)
         values = [self.channels(v) for v in call.inputs]  # several results, such as frexp's
         return tuple(self.meet(call, values) for _ in call.spec)
-
-    def _understood(self, node: fx.Node) -> bool:
-        """Whether an aten op can be followed where no code is there to take new sizes."""
-        pattern = self.trace.pattern(node)
-        return is_pointwise(node.target) or (pattern is not None and pattern.resize is None)
 
     def unknown(self, call: Call, reason: str = "") -> Any:
         """A call that nothing is known about: what goes in stays whole, what comes out is rigid."""
@@ -484,10 +479,6 @@ def _without_sources(x: Channels) -> Channels:
     if any(axis.source is not None for axis in x.axes):
         return replace(x, axes=tuple(replace(axis, source=None) for axis in x.axes))
     return x
-
-
-def is_pointwise(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def computed_by_hook(module: Any) -> str:

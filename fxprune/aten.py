@@ -10,7 +10,28 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import sizes, tree
+from .registry import for_function
 from .spec import BASIC, spec
+
+
+def is_pointwise(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def understood(node: fx.Node) -> bool:
+    """Whether an aten op can be followed where no code is there to take new sizes."""
+    pattern = for_function(node.target)
+    return is_pointwise(node.target) or (pattern is not None and pattern.resize is None)
+
+
+def ops_of(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+
+
+def followed(graph: fx.Graph) -> bool:
+    """Whether all ops beneath a call can be followed."""
+    ops = ops_of(graph)
+    return bool(ops) and all(map(understood, ops))
 
 
 class AtenRecorder(TorchDispatchMode):

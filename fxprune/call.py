@@ -45,13 +45,15 @@ class Call:
     @property
     def name(self) -> str:
         """How reports name the call: the module's path, or the function and its place."""
-        if self.path:
-            return self.path
-        target = self.node.target
-        word = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-        word = op_name(target) or word
-        where = self.node.meta.get("where", "")
-        return f"{word} ({where.rpartition('/')[2]})" if where else word
+        return self.path or node_name(self.node)
+
+    @property
+    def word(self) -> str:
+        """What is called: ``"softmax"``, ``"MaxPool2d"``, ``"T"`` for the property."""
+        if self.module is not None:
+            return type(self.module).__name__
+        target = self.node.args[1] if self.node.target is getattr else self.node.target
+        return op_name(target) or getattr(target, "__name__", str(target))
 
     @property
     def target(self) -> Any:
@@ -145,6 +147,17 @@ class Call:
         if self.node.op == "call_method":
             return getattr(args[0], str(self.node.target))(*args[1:], **kwargs)
         return self.node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def node_name(node: fx.Node) -> str:
+    """How reports name a node: the module's path, or the function and its place."""
+    if node.op == "call_module":
+        return str(node.target)
+    target = node.target
+    word = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    word = op_name(target) or word
+    where = node.meta.get("where", "")
+    return f"{word} ({where.rpartition('/')[2]})" if where else word
 
 
 def leaves(value: Any):

@@ -31,13 +31,16 @@ class Declared:
         self,
         layout: dict[str, str],
         targets: tuple[Any, ...],
-        sizes: Mapping[str, int | str | Callable[[Any], int]] | None,
-        biases: Sequence[str],
-        border: str | Callable[[Any], str],
-        emits: Callable[[dict[str, Any]], Any] | None,
-        only: Callable[[Any], bool] | None,
+        sizes: Mapping[str, int | str | Callable[[Any], int]] | None = None,
+        biases: Sequence[str] = (),
+        border: str | Callable[[Any], str] = "",
+        emits: Callable[[dict[str, Any]], Any] | None = None,
+        only: Callable[[Any], bool] | None = None,
+        arguments: Sequence[str] | None = None,
     ) -> None:
         self.name = "layout"
+        self.word = "by its pattern"  # how it is known that dimensions are mixed
+        self.arguments = arguments  # their names, where the target itself does not tell
         self.text = layout
         if RETURN not in layout:
             raise PatternError(f"the layout {layout!r} does not say what the 'return' is")
@@ -75,8 +78,12 @@ class Declared:
 
     def __call__(self, a: Any, call: Call) -> Channels:
         if self.only is not None and not self.only(call.module or call):
-            return a.unknown(call, f"the pattern {self.name} is not for {call.name} as it is")
-        values = self._values(a, call)
+            return a.unknown(call, f"the pattern {self.name} does not hold for it as it is")
+        names = self._argument_names(call)
+        stray = next((k for k in self.layouts if k not in names), None)
+        if call.module is None and stray:
+            return a.unknown(call, f"the pattern {self.name} names {stray}, which it does not take")
+        values = self._values(a, call, names)
         known = self._known(call)
         shapes = {k: _shape(a, v) for k, v in values.items()}
         parts, reason = self._cut(shapes, known, call)
@@ -84,9 +91,13 @@ class Declared:
             return a.unknown(call, f"{reason} in {call.name}")
         return _Reading(self, a, call, values, parts, known).result()
 
-    def _values(self, a: Any, call: Call) -> dict[str, Any]:
+    def _argument_names(self, call: Call) -> list[str]:
+        if self.arguments is not None:
+            return [*self.arguments, *call.kwargs]
+        return argument_names(call.target if call.module is None else type(call.module)) or []
+
+    def _values(self, a: Any, call: Call, names: list[str]) -> dict[str, Any]:
         """The tensors that the layout names, as far as they are there."""
-        names = arguments_of(call)
         given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
         found: dict[str, Any] = {}
         for key in self.layouts:
@@ -240,7 +251,7 @@ class _Reading:
             d for d, n in enumerate(names)
             if (n not in self.returned and n not in self.read) or n in self.known
         ]  # fmt: skip
-        x = a.freeze_dims(x, mixed, f"the pattern {self.rule.name} mixes slices there", call)
+        x = a.freeze_dims(x, mixed, f"{self.rule.word} {call.name} mixes slices there", call)
         read = [d for d, n in enumerate(names) if n in self.read]
         axes = []
         for axis in x.axes:
@@ -410,9 +421,3 @@ def _names(given: Sequence[str], what: str, layouts: Mapping[str, Layout]) -> fr
     if unknown:
         raise PatternError(f"{what}: {unknown!r} is not in the layout")
     return frozenset(given)
-
-
-def arguments_of(call: Call) -> list[str]:
-    """Names of the call's arguments."""
-    target = type(call.module) if call.module is not None else call.target
-    return argument_names(target) or []

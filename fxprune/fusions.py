@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from . import registry
 from .ops import key_of, op_name
-from .pattern_types import Pattern
+from .pattern_types import Pattern, label
 from .recording import Trace
 
 
@@ -40,8 +40,13 @@ class Fusion:
 
 @dataclass
 class _Match:
+    run: tuple[Any, ...]
     pattern: Pattern
     nodes: list[fx.Node]
+
+    @property
+    def name(self) -> str:
+        return self.pattern.name if len(self.pattern.targets) == 1 else label(self.run)
 
 
 def find(trace: Trace) -> list[Fusion]:
@@ -58,8 +63,8 @@ def find(trace: Trace) -> list[Fusion]:
         inner = [match.nodes[i] for i in sorted(match.pattern.steps or ())]
         over = next((winners[n] for n in inner if winners[n] is not match), None)
         found.append(Fusion(
-            match.pattern.name, tuple(map(_name, match.nodes)), tuple(map(_name, inner)),
-            "" if over is None else over.pattern.name, match.pattern.source,
+            match.name, tuple(map(_name, match.nodes)), tuple(map(_name, inner)),
+            "" if over is None else over.name, match.pattern.source,
         ))  # fmt: skip
     for node, match in winners.items():
         node.meta["pattern"] = match.pattern.steps[match.nodes.index(node)]  # type: ignore[index]
@@ -91,7 +96,7 @@ def _matches(trace: Trace, modules: dict[str, nn.Module]) -> Iterator[_Match]:
                 nodes.append(current)
                 for run, made in alive:
                     if len(run) == len(nodes):
-                        best = _Match(made, list(nodes))
+                        best = _Match(run, made, list(nodes))
             users = [user for user in current.users if not _is_size(user)]
             if len(users) > 1:
                 forked = True

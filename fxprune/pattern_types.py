@@ -131,27 +131,27 @@ def pattern(
     def make(rule: Rule | None) -> Pattern:
         if not targets:
             raise PatternError("a pattern needs a target: a module class, a function, an op …")
-        label = name or _label(targets[0])
+        called = name or label(targets[0])
         if isinstance(rule, Declared):
-            label = rule.name = label
+            called = rule.name = called
         elif rule is not None:
-            _check_rule(rule, label)
-        _check_steps(targets, steps, label)
+            _check_rule(rule, called)
+        _check_steps(targets, steps, called)
         inner = {
-            i: _step(label, i, given, run_of(targets[0])[i]) for i, given in (steps or {}).items()
+            i: _step(called, i, given, run_of(targets[0])[i]) for i, given in (steps or {}).items()
         } or None  # fmt: skip
-        called = attributes
+        told = attributes
         if isinstance(attributes, Mapping):
             if not isinstance(rule, Declared):
-                raise PatternError(f"{label}: attributes={attributes!r} needs a layout")
-            called = rule.attributes(attributes)
+                raise PatternError(f"{called}: attributes={attributes!r} needs a layout")
+            told = rule.attributes(attributes)
         sink = bias
         if folds is not None:
             sink = rule.sink(folds, targets) if isinstance(rule, Declared) else None
             if sink is None:
-                raise PatternError(f"{label}: folds={folds!r} needs a layout; a rule has bias=")
+                raise PatternError(f"{called}: folds={folds!r} needs a layout; a rule has bias=")
         return Pattern(
-            label, targets, rule, kind, called, resize, absorb, sink, refresh, forward,  # type: ignore[arg-type]
+            called, targets, rule, kind, told, resize, absorb, sink, refresh, forward,  # type: ignore[arg-type]
             product, inner, shared, source,
         )  # fmt: skip
 
@@ -208,9 +208,9 @@ def _check_rule(rule: Any, label: str) -> None:
         ) from error
 
 
-def _label(target: Any) -> str:
+def label(target: Any) -> str:
     if isinstance(target, tuple):
-        return "-".join(map(_label, target))
+        return "-".join(map(label, target))
     if isinstance(target, str):
         return target
     return str(getattr(target, "__name__", None) or getattr(target, "_name", None) or target)

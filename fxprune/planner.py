@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from . import configs, fusions, groups, importance, kept
 from .announced import announced
+from .call import node_name
 from .channels import SourceAxis
 from .check import check_model
 from .code import Borrowed, CannotRewrite, Code, rewrite
@@ -22,6 +23,7 @@ from .errors import InputError, PruningWarning
 from .faults import Fault
 from .fold import folds
 from .pattern_types import Pattern
+from .probe import probed
 from .pruning_plan import ChannelGroup, PruningPlan
 from .recorder import record
 from .recording import Trace
@@ -391,7 +393,7 @@ class Planner:
             skipped=[],
             graph=self.relations.graph,
             settings=self.settings,
-            notes=self.folds.notes,
+            notes=self.folds.notes + self._probed(),
             attributes={
                 name: value
                 for name, value in self.attributes.items()
@@ -417,6 +419,10 @@ class Planner:
                 PruningWarning, stacklevel=4,
             )  # fmt: skip
         return result
+
+    def _probed(self) -> list[tuple[str, str]]:
+        why = "no pattern is known for it, but probed as it ran: these channels pass through it"
+        return [(name, why) for name in dict.fromkeys(map(node_name, probed(self.trace.graph)))]
 
     def _configure(self, result: PruningPlan, replay: Replay) -> None:
         """Have the model's configuration, if it has one, say what the pruned model is."""

@@ -24,10 +24,12 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from . import sizes, tree
-from .aten import AtenRecorder
+from .aten import AtenRecorder, followed
 from .errors import InputError, ModelError, PruningError
 from .flags import read_training, training_argument
 from .ops import op_name
+from .pattern_types import Pattern
+from .probe import probe
 from .recording import ModuleCall, Trace, after_write, set_item
 from .registry import for_function, for_module, python_functions
 from .running import bind_inputs, describe, evaluating, read_attribute, uncollected, wanted
@@ -188,6 +190,7 @@ class _Recorder(TorchFunctionMode):
         # id of a live tensor -> (weak reference, node, path of keys into the node's result)
         self._known: dict[int, tuple[weakref.ref, fx.Node, tuple[Any, ...]]] = {}
         self._memo: dict[Any, fx.Node] = {}
+        self._probes: dict[Any, Pattern | None] = {}
         self.escapes: list[tuple[fx.Node, str, str]] = []
 
     @contextlib.contextmanager
@@ -497,11 +500,24 @@ class _Recorder(TorchFunctionMode):
         node.meta["where"] = _where()
         if beneath is not None:
             node.meta["aten"] = beneath.finish(value)
+            if not changed and not followed(node.meta["aten"]):
+                node.meta["pattern"] = self._probed(node, run, args, kwargs, value)
         result = args[0] if setitem else value
         self._learn(result, node, ())
         for t in changed:
             self._changed_in_place(t, node, result)
         return value
+
+    def _probed(
+        self, node: fx.Node, run: Callable, args: Any, kwargs: Any, value: Any
+    ) -> Pattern | None:
+        """What probing says of a call, once for all calls on tensors of the same shapes."""
+        key = ("probed", node.op, node.target, repr(spec((args, kwargs))))
+        if key not in self._probes:
+            self._probes[key] = probe(
+                op_name(node.target) or str(node.target), run, args, kwargs, value
+            )
+        return self._probes[key]
 
     def _changed_in_place(self, changed: torch.Tensor, node: fx.Node, result: Any) -> None:
         """Other live tensors on the memory that ``node`` wrote to are new values from here on."""

@@ -12,7 +12,7 @@ from fxprune.registry import register
 def like(a, call):
     """A tensor of x's shape: its width follows x's. Of random ones nothing is known."""
     x = call.channels()
-    if call.pattern.name in ("zeros_like", "ones_like", "full_like", "zero", "fill"):
+    if call.word in ("zeros_like", "ones_like", "full_like", "zero", "fill"):
         return a.meet(call, [x], lambda t: call.replay([t[0].nan_to_num()]), x.shape)
     return a.forget(x)
 
@@ -24,7 +24,7 @@ def filled(first, value_at):
         return with_sizes(call, new.result, first, "size")
 
     def rule(a, call):
-        word = call.pattern.name.removeprefix("new_")
+        word = call.word.removeprefix("new_")
         value = {"zeros": 0.0, "ones": 1.0, "empty": None}.get(word, 0.0)
         if value_at is not None:
             value = call.arg(value_at, "fill_value")

@@ -181,4 +181,4 @@ def index_select(a, call):
     "bincount", "unique")  # fmt: skip
 def data_dependent(a, call):
     """Positions or an order come out: along channels these would mean something else."""
-    return a.unknown(call, f"{call.pattern.name} depends on which channels there are")
+    return a.unknown(call, f"{call.word} depends on which channels there are")

@@ -11,7 +11,7 @@ from fxprune.registry import register
 def matmul(a, call):
     """(…, n, k) @ (…, k, m): k shares its units and ends."""
     x, y = a.channels(call.inputs[0]), a.channels(call.inputs[1])
-    if call.pattern.name == "rmatmul":
+    if call.word == "rmatmul":
         x, y = y, x
     z = product(a, call, x, y)
     if len(x.shape) == len(y.shape) and x.sums_to_one == len(x.shape) - 1:

@@ -33,7 +33,7 @@ def resized(x, shape, known):
 
 def spatial(call):
     """How many dimensions the windows have, by the name of the class or function: …pool2d."""
-    word = type(call.module).__name__ if call.module is not None else call.pattern.name
+    word = call.word
     return next(int(c) for c in word if c.isdigit())
 
 

@@ -80,8 +80,8 @@ def across_dim(a, call, dim):
     if not isinstance(dim, int):
         return a.unknown(call)
     dim %= len(x.shape)
-    rest = a.forget(a.freeze_dims(x, [dim], f"{call.pattern.name} mixes its channels", call))
-    return replace(rest, sums_to_one=dim if call.pattern.name in SUM_TO_ONE else None)
+    rest = a.forget(a.freeze_dims(x, [dim], f"{call.word} mixes its channels", call))
+    return replace(rest, sums_to_one=dim if call.word in SUM_TO_ONE else None)
 
 
 @register(nn.Softmax, nn.LogSoftmax, nn.Softmin)

@@ -107,7 +107,7 @@ def matrix_transpose(a, call):
     rank = len(call.channels().shape)
     order = list(range(rank))
     if rank >= 2:
-        order = order[::-1] if call.pattern.name == "T" else [*order[:-2], order[-1], order[-2]]
+        order = order[::-1] if call.word == "T" else [*order[:-2], order[-1], order[-2]]
     return reorder(a, call, order)
 
 
@@ -150,7 +150,7 @@ def spread(call):
 @register("repeat", "tile")
 def repeat(a, call):
     x = call.channels()
-    times = sizes_of(call, 1, "repeats" if call.pattern.name == "repeat" else "dims")
+    times = sizes_of(call, 1, "repeats" if call.word == "repeat" else "dims")
     times = [1] * (len(x.shape) - len(times)) + times
     by = len(times) - len(x.shape)
     wide = remap(x, {d: d + by for d in range(len(x.shape))}, (1,) * by + x.shape)

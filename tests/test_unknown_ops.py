@@ -78,3 +78,47 @@ def test_transformed_functions_are_refused_with_their_line():
     net = Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 3))
     with pytest.raises(fxprune.ModelError, match=r"vmap.*test_unknown_ops"):
         fxprune.plan(net, torch.randn(2, 6))
+
+
+@torch.library.custom_op("fxprune_tests::bend", mutates_args=())
+def bend(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.sin() * y + 1
+
+
+@torch.library.custom_op("fxprune_tests::blur", mutates_args=())
+def blur(x: torch.Tensor) -> torch.Tensor:
+    return (x + x.roll(1, 2)) / 2 + 1
+
+
+@torch.library.custom_op("fxprune_tests::rank", mutates_args=())
+def rank(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.arange(x.shape[1]).view(1, -1, 1, 1)
+
+
+@torch.library.custom_op("fxprune_tests::noise", mutates_args=())
+def noise(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand(()) * 1e-3
+
+
+def opaque(function):
+    def forward(s, x):
+        return s.c(function(torch.sigmoid(s.a(x)), torch.sigmoid(s.b(x))))
+
+    return Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(3, 8, 3), c=nn.Conv2d(8, 4, 3))
+
+
+def test_an_elementwise_op_that_nobody_knows_is_found_out_and_told():
+    plan, small = check(opaque(bend), image())
+    assert small.c.in_channels == small.a.out_channels == small.b.out_channels == 4
+    assert any("bend" in what and "probed" in why for what, why in plan.notes)
+
+
+def test_an_op_that_mixes_positions_but_not_channels_lets_channels_pass():
+    plan, small = check(opaque(lambda y, z: blur(y) + z), image())
+    assert small.c.in_channels == small.a.out_channels == 4
+
+
+@pytest.mark.parametrize("op", [rank, noise], ids=["goes by position", "random"])
+def test_an_op_that_is_not_the_same_without_some_channels_leaves_them_whole(op):
+    plan = fxprune.plan(opaque(lambda y, z: op(y) + z).double(), image())
+    assert "a" in dict(plan.skipped) and not plan.kept

@@ -35,7 +35,9 @@ class Gated(nn.Module):
 
     def forward(self, x):
         gate, value = self.kernels.transpose(1, 2)
-        return torch.sigmoid(F.conv2d(x, gate, self.gate_bias)) * F.conv2d(x, value, self.value_bias)
+        return torch.sigmoid(F.conv2d(x, gate, self.gate_bias)) * F.conv2d(
+            x, value, self.value_bias
+        )
 
 
 GATED = fxprune.pattern(

@@ -1,0 +1,115 @@
+"""Finding out what a call does to slices by running it, where nobody has a pattern for it.
+
+A dimension passes through a call if dropping slices of its inputs there drops the same slices of
+its result and changes nothing else. That is the very claim that pruning needs, tried on the values
+of the recorded run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .declared import RETURN, Declared
+from .pattern_types import Pattern
+
+SOURCE = "probed as it ran"
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+def probe(
+    name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
+) -> Pattern | None:
+    """A pattern for a call that returned ``value``, or None where no dimension passes through."""
+    inputs = {key: t for key, t in _inputs(args, kwargs) if t.is_floating_point() and t.dim()}
+    everything = list(_inputs(args, kwargs))
+    if not isinstance(value, Tensor) or not value.is_floating_point() or not inputs:
+        return None
+    if len(everything) != len(inputs) or any(t.dim() > value.dim() for t in inputs.values()):
+        return None
+    if not _same(_again(run, args, kwargs, {}), value):
+        return None  # random, or it remembers
+    passing = [d for d in range(value.dim()) if _passes(run, args, kwargs, inputs, value, d)]
+    if not any(value.shape[d] > 1 for d in passing):
+        return None
+    names = [f"d{d}" if d in passing else f"mixed{d}" for d in range(value.dim())]
+    layout = {
+        key: " ".join(
+            names[d] if n == value.shape[d] and d in passing else f"{key}_{d}"
+            for d, n in enumerate(t.shape, value.dim() - t.dim())
+        )
+        for key, t in inputs.items()
+    }  # fmt: skip
+    positions = [f"argument{i}" for i in range(len(args))]
+    rule = Declared({**layout, RETURN: " ".join(names)}, (), arguments=positions)
+    rule.name, rule.word = name, "probed,"
+    return Pattern(name, (), rule, source=SOURCE)
+
+
+def probed(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The calls of a trace whose pattern is what probing found."""
+    for node in graph.nodes:
+        pattern = node.meta.get("pattern")
+        if pattern is not None and pattern.source == SOURCE:
+            yield node
+
+
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for i, value in enumerate(args):
+        if isinstance(value, Tensor):
+            yield f"argument{i}", value
+    for key, value in kwargs.items():
+        if isinstance(value, Tensor):
+            yield key, value
+
+
+def _passes(
+    run: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    inputs: dict[str, Tensor],
+    value: Tensor,
+    d: int,
+) -> bool:
+    size = value.shape[d]
+    if size == 1:
+        return True
+    touched = {
+        key: d - value.dim() for key, t in inputs.items()
+        if t.dim() >= value.dim() - d and t.shape[d - value.dim()] == size
+    }  # fmt: skip
+    if not touched:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    some = 1 + torch.randperm(size - 1, generator=generator)[: max(1, size // 2)].sort()[0]
+    for keep in (torch.arange(1, size), some):  # without the first: the others move up
+        keep = keep.to(value.device)
+        given = {key: inputs[key].index_select(at, keep) for key, at in touched.items()}
+        if not _same(_again(run, args, kwargs, given), value.index_select(d, keep)):
+            return False
+    return True
+
+
+def _again(
+    run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Tensor]
+) -> Any:
+    """The call with some of its tensors replaced, or None where it does not run so."""
+    swapped = [given.get(f"argument{i}", value) for i, value in enumerate(args)]
+    named = {key: given.get(key, value) for key, value in kwargs.items()}
+    try:
+        return run(*swapped, **named)
+    except Exception:  # whatever a function raises says that slices cannot be dropped so
+        return None
+
+
+def _same(found: Any, expected: Tensor) -> bool:
+    if not isinstance(found, Tensor) or found.shape != expected.shape:
+        return False
+    allowed = _ROUNDING.get(expected.dtype, 1e-2)
+    finite = expected[expected.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 1.0
+    return torch.allclose(found, expected, rtol=0.0, atol=allowed * max(scale, 1e-30),
+                          equal_nan=True)  # fmt: skip
