@@ -16,6 +16,7 @@ from .errors import (
     PruningWarning,
     SettingError,
 )
+from .pattern_check import check_pattern
 from .pattern_types import Pattern, pattern
 from .planner import plan
 from .pruning_plan import ChannelGroup, PruningPlan
@@ -35,6 +36,7 @@ __all__ = [
     "PruningPlan",
     "PruningWarning",
     "SettingError",
+    "check_pattern",
     "pattern",
     "patterns",
     "plan",

@@ -70,6 +70,10 @@ class Constants(Algebra):
         self.reads: list[Read] = []
         self.lost: list[tuple[np.ndarray, str]] = []  # units whose constant no layer can take
 
+    def removed(self, units: Tensor) -> Tensor:
+        """For each label, whether the mask switches its unit off."""
+        return self._removed[units]
+
     def is_removed(self, axis: SourceAxis) -> Tensor:
         """For each slice of a parameter axis, whether the mask switches it off."""
         return self._removed[axis.labels()]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,7 @@ from .check import check_model
 from .code import Borrowed, CannotRewrite, Code, rewrite
 from .constants import Constants
 from .discover import Relations, discover
-from .errors import InputError, PruningWarning
+from .errors import InputError, PatternError, PruningError, PruningWarning
 from .faults import Fault
 from .fold import folds
 from .pattern_types import Pattern
@@ -27,7 +28,7 @@ from .probe import probed
 from .pruning_plan import ChannelGroup, PruningPlan
 from .recorder import record
 from .recording import Trace
-from .registry import scope
+from .registry import every, scope
 from .replay import Mismatch, Replay
 from .running import uncollected
 from .select import Choice, keep_count
@@ -87,11 +88,28 @@ def plan(
         except InputError:
             return None
 
-    with scope(*patterns, override=True), uncollected():
+    with scope(*patterns, override=True), uncollected(), _naming_patterns():
         trace = record(model, example_input, settings.outputs)
         found = fusions.find(trace)  # before the first walk: they give nodes another meaning
         relations = discover(trace, attention=attention)
         return Planner(trace, relations, settings, trained, found).plan()
+
+
+@contextlib.contextmanager
+def _naming_patterns() -> Iterator[None]:
+    """An error that a pattern of a user's makes names it; others are ours."""
+    try:
+        yield
+    except PruningError:
+        raise
+    except Exception as error:
+        own = [f"{p.name} ({p.source})" for p in every() if not p.is_builtin]
+        if not own:
+            raise
+        raise PatternError(
+            f"planning failed with {type(error).__name__}: {error}. It rests on patterns that are "
+            f"not fxprune's own: {', '.join(own)}; fxprune.check_pattern tries what one says"
+        ) from error
 
 
 class Planner:

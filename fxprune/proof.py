@@ -63,7 +63,7 @@ def prove(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> 
     except Exception as error:
         raise ProofError(
             f"the pruned {type(model).__name__} does not run: {type(error).__name__}: {error}. "
-            "Nothing was changed. Please report the model; ignore= its layers to go on."
+            f"Nothing was changed.{_doubtful(plan) or _REPORT}"
         ) from error
     if len(expected) != len(found):
         raise ProofError(
@@ -77,9 +77,24 @@ def prove(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> 
         where = f" The first layer that differs is {layer}." if layer else ""
         raise ProofError(
             f"the pruned {type(model).__name__} differs from the masked one by {error_size:.2g} "
-            f"(relative; {allowed:.0e} is allowed).{where} Nothing was changed."
+            f"(relative; {allowed:.0e} is allowed).{where} Nothing was changed.{_doubtful(plan)}"
         )
     return error_size
+
+
+_REPORT = " Please report the model; ignore= its layers to go on."
+
+
+def _doubtful(plan: Any) -> str:
+    """The patterns in use that fxprune has not brought itself."""
+    used = [n.meta.get("pattern") for n in plan._trace.graph.nodes]
+    names = {f"{p.name} ({p.source})": None for p in used if p is not None and not p.is_builtin}
+    if not names:
+        return ""
+    return (
+        f" It rests on patterns that are not fxprune's own: {', '.join(names)}; "
+        "fxprune.check_pattern tells what is wrong with one."
+    )
 
 
 def first_difference(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,10 @@ class Trace:
             # A property of a tensor, such as x.T, goes by its own name.
             return registry.for_function(node.args[1] if node.target is getattr else node.target)
         return None
+
+    def on(self, model: nn.Module) -> Trace:
+        """The same run, with the tensors of another model of its kind."""
+        return replace(self, model=model, escapes=[])
 
     def graph_module(self) -> fx.GraphModule:
         """The trace as a module of its own that shares the model's parameters."""

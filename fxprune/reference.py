@@ -17,7 +17,6 @@ from . import tree
 from .call import Named
 from .channels import Channels
 from .constants import Constants
-from .recording import Trace
 from .running import bind_inputs, evaluating, outputs, read_attribute
 
 
@@ -133,9 +132,7 @@ class KeptOnly(fx.Interpreter):
     """Runs the trace with a masked model's tensors; counting calls see kept channels only."""
 
     def __init__(self, plan: Any, masked: nn.Module, counting: Counting) -> None:
-        old: Trace = plan._trace
-        trace = Trace(old.graph, masked, old.calls, old.constants, old.called, old.names, [])
-        super().__init__(trace.graph_module())
+        super().__init__(plan._trace.on(masked).graph_module())
         self._counting = counting
         self._nodes = set(counting.nodes)
 
