@@ -124,10 +124,9 @@ class Algebra(Meanings):
         beneath = call.node.meta.get("aten")
         if beneath is not None:
             ops = ops_of(beneath)
-            if len(ops) == 1 and is_pointwise(ops[0].target):
-                return self._pointwise(call)
             if followed(beneath):
-                return self._walk(beneath)
+                one = len(ops) == 1 and is_pointwise(ops[0].target)
+                return self._pointwise(call) if one else self._walk(beneath)
         elif is_pointwise(call.node.target):
             return self._pointwise(call)
         return self.unknown(call)
@@ -283,6 +282,15 @@ class Algebra(Meanings):
             units, constant = compact(units, constant, dims)
             axes.append(Axis(dims, units, constant, axis.border))
         return Channels(shape, self._disjoint(call, axes))
+
+    def reindex(self, call: Call, x: Channels, dim: int, index: Tensor) -> Channels:
+        """Slice ``j`` of the result along ``dim`` is slice ``index[j]`` of ``x``, whatever becomes
+        of the other dimensions. ``index`` has to be worked out from ``x.shape``, which has the
+        widths of this pass."""
+        dim %= len(x.shape)
+        rest = [d for d in range(len(x.shape)) if d != dim]
+        x = self.freeze_dims(x, rest, f"{call.name} mixes slices there", call)
+        return self.move(call, x, lambda t: t.index_select(dim, index), touched=[dim])
 
     def _disjoint(self, call: Call, axes: list[Axis]) -> tuple[Axis, ...]:
         """Axes, each checked as a rectangle; two that fell on one dimension end there."""

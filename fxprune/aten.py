@@ -29,9 +29,14 @@ def ops_of(graph: fx.Graph) -> list[fx.Node]:
 
 
 def followed(graph: fx.Graph) -> bool:
-    """Whether all ops beneath a call can be followed."""
+    """Whether all ops beneath a call can be followed, and all tensors come from ops or the model:
+    one that comes from nowhere may have been computed outside of PyTorch."""
     ops = ops_of(graph)
-    return bool(ops) and all(map(understood, ops))
+    from_nowhere = any(
+        n.meta.get("constant") and any(size > 1 for size in n.meta["spec"].shape)
+        for n in graph.nodes
+    )
+    return bool(ops) and all(map(understood, ops)) and not from_nowhere
 
 
 class AtenRecorder(TorchDispatchMode):

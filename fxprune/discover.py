@@ -15,8 +15,6 @@ from typing import Any
 import networkx as nx
 import numpy as np
 import torch
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 from torch import fx, nn
 
 from .algebra import Algebra
@@ -429,6 +427,9 @@ class Discover(Algebra):
 
 def components_of(left: np.ndarray, right: np.ndarray, size: int) -> np.ndarray:
     """The connected component of each of ``size`` items, linked in pairs."""
+    from scipy.sparse import coo_array  # here: it takes a tenth of a second to import
+    from scipy.sparse.csgraph import connected_components
+
     links = coo_array((np.ones(len(left), dtype=np.int8), (left, right)), shape=(size, size))
     return connected_components(links, directed=False)[1]
 

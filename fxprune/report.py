@@ -5,15 +5,15 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 _WIDTH = 100
 
 
 def table(plan: Any) -> str:
     """Each group with its layers, width before and after, importance and why it stays."""
+    from rich import box  # here: a plan that is not printed need not wait for it
+    from rich.console import Console
+    from rich.table import Table
+
     view = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
     view.add_column("group", no_wrap=True, overflow="ellipsis", max_width=34)
     view.add_column("layers", justify="right")

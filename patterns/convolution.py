@@ -109,6 +109,7 @@ def widths(m, new):
     kind="conv", attributes=widths, bias=True,
 )  # fmt: skip
 def conv_module(a, call):
+    """y[o] = Σᵢ W[o, i] * x[i] + b[o], in each group of channels."""
     m = call.module
     border = border_of(m.transposed, m.padding, m.padding_mode, m.kernel_size)
     return convolve(
@@ -118,6 +119,7 @@ def conv_module(a, call):
 
 @register("conv1d", "conv2d", "conv3d", kind="conv", bias=(2, "bias"))
 def conv_function(a, call):
+    """y[o] = Σᵢ W[o, i] * x[i] + b[o], with the weight as an argument."""
     weight = call.arg(1, "weight")
     border = border_of(False, call.arg(4, "padding", 0), "zeros", ())
     return convolve(
@@ -128,6 +130,7 @@ def conv_function(a, call):
 
 @register("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", kind="conv", bias=(2, "bias"))
 def conv_transpose_function(a, call):
+    """y[o] = Σᵢ W[i, o] *ᵀ x[i] + b[o]."""
     weight = call.arg(1, "weight")
     border = border_of(True, 0, "zeros", weight_shape(a, call, weight)[2:])
     return convolve(

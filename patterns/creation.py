@@ -24,6 +24,7 @@ def filled(first, value_at):
         return with_sizes(call, new.result, first, "size")
 
     def rule(a, call):
+        """y[…] = v: all slices are alike, and as many as what they meet."""
         word = call.word.removeprefix("new_")
         value = {"zeros": 0.0, "ones": 1.0, "empty": None}.get(word, 0.0)
         if value_at is not None:

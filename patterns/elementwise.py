@@ -37,12 +37,14 @@ SAME = (
 @register(*ARITHMETIC)
 @register("mul", "imul", "rmul", product=True)
 def elementwise(a, call):
+    """y = f(x, …), element by element, operands meeting under broadcasting."""
     return a.elementwise(call)
 
 
 @register(*ACTIVATION_OPS, kind="act")
 @register(*ACTIVATIONS, kind="act")
 def activation(a, call):
+    """y = f(x), element by element."""
     return a.elementwise(call)
 
 
@@ -52,6 +54,7 @@ def activation(a, call):
     nn.FeatureAlphaDropout, kind="same",
 )  # fmt: skip
 def same(a, call):
+    """y = x."""
     x = call.channels()
     return x if call.is_floating() else a.forget(x)  # a cast to integers rounds
 
@@ -62,11 +65,13 @@ def slope_count(m, new):
 
 @register(nn.PReLU, kind="act", attributes=slope_count)
 def prelu(a, call):
+    """y[c] = max(x[c], 0) + w[c] · min(x[c], 0)."""
     return slopes(a, call, "weight")
 
 
 @register("prelu", kind="act")
 def prelu_function(a, call):
+    """y[c] = max(x[c], 0) + w[c] · min(x[c], 0), with the slopes as an argument."""
     return slopes(a, call, call.arg(1, "weight"))
 
 

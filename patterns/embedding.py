@@ -22,6 +22,7 @@ def width(m, new):
 
 @register(nn.Embedding, nn.EmbeddingBag, kind="embedding", attributes=width)
 def embedding_module(a, call):
+    """y[…, c] = W[index[…], c]."""
     if call.module.max_norm is not None:
         return a.unknown(call)
     return look_up(a, call, "weight")

@@ -38,11 +38,13 @@ def widths(m, new):
 
 @register(nn.Linear, kind="linear", attributes=widths, bias=True)
 def linear_module(a, call):
+    """y[..., o] = Σᵢ W[o, i] x[..., i] + b[o]."""
     return dense(a, call, call.channels(), "weight", "bias")
 
 
 @register("linear", kind="linear", bias=(2, "bias"))
 def linear_function(a, call):
+    """y[..., o] = Σᵢ W[o, i] x[..., i] + b[o], with the weight as an argument."""
     return dense(a, call, call.channels(), call.arg(1, "weight"), call.arg(2, "bias"))
 
 

@@ -46,6 +46,7 @@ def lift(x, rank):
 
 @register("baddbmm", "addbmm")
 def baddbmm(a, call):
+    """y[b] = c[b] + x[b] w[b]; addbmm sums over b."""
     y = product(a, call, a.channels(call.inputs[1]), a.channels(call.inputs[2]))
     return a.meet(call, [a.channels(call.inputs[0]), y], lambda t: t[0] + t[1], y.shape)
 
@@ -107,6 +108,7 @@ def sum_out(a, call, x, term, needed):
 
 @register("outer")
 def outer(a, call):
+    """y[i, j] = x[i] w[j]."""
     x, y = (a.channels(v) for v in call.inputs)
     column = a.view(call, x, (*x.shape, 1))
     return a.meet(call, [column, y], lambda t: t[0] * t[1])
@@ -114,4 +116,5 @@ def outer(a, call):
 
 @register("bilinear")
 def bilinear(a, call):
+    """y[o] = Σᵢⱼ W[o, i, j] x[i] z[j] + b[o]."""
     return a.unknown(call)

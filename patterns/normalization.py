@@ -1,4 +1,4 @@
-"""Normalisations: y = (x - mean) / std · γ + β, over a batch, a channel, a group or all."""
+"""Batch and instance norms: y = (x - mean) / std · γ + β, each channel by itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 from fxprune.patterns.linear import along
 from torch import nn
 
-from fxprune.channels import remap
 from fxprune.registry import register
 
 
@@ -51,6 +50,7 @@ def norm_width(m, new):
 @register(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, kind="norm",
         attributes=norm_width, absorb="running_mean")  # fmt: skip
 def batch_norm(a, call):
+    """y[c] = (x[c] - mean[c]) / √(var[c] + ε) · γ[c] + β[c]."""
     names = {"mean": "running_mean", "var": "running_var", "weight": "weight", "bias": "bias"}
     return batch(a, call, call.channels(), names, call.module.eps)
 
@@ -74,6 +74,7 @@ def batch_norm_function(a, call):
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, kind="norm", attributes=norm_width
 )
 def instance_norm(a, call):
+    """y[c] = (x[c] - mean of x[c]) / std of x[c] · γ[c] + β[c]."""
     x = call.channels()
     m = call.module
     names = {"weight": "weight", "bias": "bias"}
@@ -93,104 +94,6 @@ def instances(a, call, x, names, eps, dim=1):
 
 @register("instance_norm", kind="norm")
 def instance_norm_function(a, call):
+    """y[c] = (x[c] - mean of x[c]) / std of x[c] · γ[c] + β[c]."""
     names = {"weight": call.arg(3, "weight"), "bias": call.arg(4, "bias")}
     return instances(a, call, call.channels(), names, 1e-5)
-
-
-def layer(a, call, x, normalised, weight, bias):
-    """Over the last dimensions, channels among them: fewer channels are another mean and norm."""
-    rank, over = len(x.shape), len(normalised)
-    dims = list(range(rank - over, rank))
-    for axis in x.touching(dims):
-        if set(axis.dims) <= set(dims):
-            a.approximate(axis, call)
-        else:  # every head by itself
-            x = a.freeze_dims(x, dims, "", call)
-    roles = {"weight": "scale", "bias": "shift"}
-    given = {}
-    for key, value in (("weight", weight), ("bias", bias)):
-        # A matrix of weights is per element, not per channel: each dimension is its own axis.
-        axes = {roles[key]: (0,)} if over == 1 else {f"bare{d}": (d,) for d in range(over)}
-        t = call.tensor(value, axes)
-        if t is not None:
-            given[key] = t
-    y = a.meet(call, [x, *given.values()], None, x.shape)
-    shift = given.get("bias")
-    if shift is not None:
-        shift = a.view(call, shift, (1,) * (rank - over) + shift.shape)
-    # Without γ a masked channel is normalised like the others, and no constant.
-    return a.emit(y, dims, shift, known="weight" in given)
-
-
-def layer_width(m, new):
-    return {"normalized_shape": tuple(new.input[len(new.input) - len(m.normalized_shape) :])}
-
-
-def layer_size(call, new):
-    over = len(call.arg(1, "normalized_shape"))
-    return {(1, "normalized_shape"): list(new.result[len(new.result) - over :])}
-
-
-@register(nn.LayerNorm, kind="layernorm", attributes=layer_width)
-def layer_norm(a, call):
-    return layer(a, call, call.channels(), call.module.normalized_shape, "weight", "bias")
-
-
-@register("layer_norm", kind="layernorm", resize=layer_size)
-def layer_norm_function(a, call):
-    shape = call.arg(1, "normalized_shape")
-    return layer(a, call, call.channels(), shape, call.arg(2, "weight"), call.arg(3, "bias"))
-
-
-@register(nn.RMSNorm, kind="layernorm", attributes=layer_width)
-def rms_norm(a, call):
-    return layer(a, call, call.channels(), call.module.normalized_shape, "weight", None)
-
-
-@register("rms_norm", kind="layernorm", resize=layer_size)
-def rms_norm_function(a, call):
-    shape = call.arg(1, "normalized_shape")
-    return layer(a, call, call.channels(), shape, call.arg(2, "weight"), None)
-
-
-def group(a, call, x, groups, weight, bias):
-    """Each group of channels is one sample: groups keep equally many, and see fewer."""
-    x = a.freeze_dims(x, [0, *range(2, len(x.shape))], "group norm averages over them", call)
-    width = x.shape[1]
-    if call.node.meta["spec"].shape[1] > groups:
-        parts = a.view(call, remap(x, {1: 0}, (width,)), (groups, width // groups))
-        for axis in parts.touching([0]):
-            a.hold(axis, [0])
-        for axis in x.axes:
-            a.approximate(axis, call)
-    given = {
-        role: along(t, 1, x)
-        for value, role in ((weight, "scale"), (bias, "shift"))
-        if (t := call.tensor(value, {role: (0,)})) is not None
-    }
-    y = a.meet(call, [x, *given.values()], None, x.shape)
-    return a.emit(y, [1], given.get("shift"), known="scale" in given)
-
-
-def group_width(m, new):
-    width = new.input[1]
-    groups = width if m.num_groups == m.num_channels else m.num_groups
-    return {"num_channels": width, "num_groups": groups}
-
-
-def group_count(call, new):
-    """F.group_norm of groups of one channel has as many groups as channels."""
-    whole = call.node.meta["spec"].shape[1] == call.arg(1, "num_groups")
-    return {(1, "num_groups"): new.result[1]} if whole else {}
-
-
-@register(nn.GroupNorm, kind="norm", attributes=group_width)
-def group_norm(a, call):
-    m = call.module
-    return group(a, call, call.channels(), m.num_groups, "weight", "bias")
-
-
-@register("group_norm", kind="norm", resize=group_count)
-def group_norm_function(a, call):
-    groups = call.arg(1, "num_groups")
-    return group(a, call, call.channels(), groups, call.arg(2, "weight"), call.arg(3, "bias"))

@@ -62,18 +62,21 @@ def average(a, call, padding, counts_padding):
 
 @register(*AVERAGE, kind="pool")
 def average_pool(a, call):
+    """y[c] = mean of x[c] in a window."""
     m = call.module
     return average(a, call, m.padding, m.count_include_pad)
 
 
 @register("avg_pool1d", "avg_pool2d", "avg_pool3d", kind="pool")
 def average_pool_function(a, call):
+    """y[c] = mean of x[c] in a window."""
     return average(a, call, call.arg(3, "padding", 0), call.arg(5, "count_include_pad", True))
 
 
 @register(nn.LPPool1d, nn.LPPool2d, kind="pool")
 @register("lp_pool1d", "lp_pool2d", kind="pool")
 def power_pool(a, call):
+    """y[c] = (Σ x[c]^p in a window)^(1/p)."""
     return pool(a, call, constant=False)
 
 
@@ -87,6 +90,7 @@ def interpolate(a, call):
 
 @register("grid_sample", kind="resize")
 def grid_sample(a, call):
+    """y[c] = x[c] at positions that another tensor holds."""
     x = call.channels()
     a.freeze_all(call.arg(1, "grid"), "positions are read from it", call)
     return windows(a, call, x, range(2, len(x.shape)), constant=False)
@@ -124,6 +128,7 @@ def pad(a, call, amounts, mode, value):
 
 @register(*PADS, kind="pad")
 def pad_module(a, call):
+    """y[c] = x[c] with values put around it."""
     m = call.module
     name = type(m).__name__
     mode = "constant" if name.startswith(("Zero", "Constant")) else "edge"
@@ -132,6 +137,7 @@ def pad_module(a, call):
 
 @register("pad", "constant_pad_nd", kind="pad")
 def pad_function(a, call):
+    """x with values put around it, positions or channels."""
     mode = call.arg(2, "mode", "constant")
     if not isinstance(mode, str):  # aten: constant_pad_nd(x, pad, value)
         return pad(a, call, list(call.arg(1, "pad")), "constant", mode)

@@ -32,6 +32,7 @@ def refresh(m):
 
 @register(nn.LSTM, nn.GRU, nn.RNN, kind="lstm", attributes=sizes, bias=True, refresh=refresh)
 def recurrent(a, call):
+    """h[t] = f(W x[t] + U h[t - 1] + b): all gates of a hidden unit, and what reads it back."""
     m, x = call.module, call.arg(0, "input")
     packed = not isinstance(x, Channels)
     if packed:

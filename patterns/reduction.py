@@ -42,21 +42,25 @@ def level(a, call):
 
 @register("sum", "nansum", "prod", "any", "all", "count_nonzero")
 def total(a, call):
+    """y = Σ x, or Π x, over dimensions."""
     return reduce(a, call)
 
 
 @register("logsumexp")
 def logsumexp(a, call):
+    """y = log Σ exp(x) over dimensions."""
     return reduce(a, call)
 
 
 @register("norm", "linalg_vector_norm", "vector_norm")
 def norm(a, call):
+    """y = (Σ |x|^p)^(1/p) over dimensions."""
     return reduce(a, call, 2, 3)
 
 
 @register("var", "std", "var_mean", "std_mean")
 def spread(a, call):
+    """y = variance or deviation of x over dimensions."""
     x = call.channels()
     dims = over(call, 1, x)
     if isinstance(call.arg(1, "dim"), bool):
@@ -86,18 +90,21 @@ def across_dim(a, call, dim):
 
 @register(nn.Softmax, nn.LogSoftmax, nn.Softmin)
 def softmax_module(a, call):
+    """y = exp(x) / Σ exp(x) over one dimension."""
     dim = call.module.dim
     return across_dim(a, call, -1 if dim is None else dim)
 
 
 @register(nn.Softmax2d)
 def softmax_2d(a, call):
+    """y = exp(x) / Σ exp(x) over the channels."""
     return across_dim(a, call, -3)
 
 
 @register(nn.LocalResponseNorm)
 @register("local_response_norm")
 def neighbours(a, call):
+    """y[c] = x[c] / (k + α · mean of x² over channels near c)^β."""
     return across_dim(a, call, 1)
 
 

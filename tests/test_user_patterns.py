@@ -162,3 +162,77 @@ def test_functions_with_a_parameter_for_each_channel(target, layout, run):
         plan, small = check(per_channel_net(run), image())
     assert small.conv.out_channels == small.out.in_channels == len(small.scale) == 4
     assert not plan.notes
+
+
+def space_to_depth(x):
+    """Not in PyTorch: what is recorded of it is one opaque call."""
+    n, c, h, w = x.shape
+    blocks = x.detach().numpy().reshape(n, c, h // 2, 2, w // 2, 2).transpose(0, 3, 5, 1, 2, 4)
+    return torch.from_numpy(blocks.reshape(n, 4 * c, h // 2, w // 2).copy())
+
+
+def block_index(a, call):
+    """y[(i, j, c)] = x[c] at positions (2h + i, 2w + j)."""
+    x = call.channels()
+    return a.reindex(call, x, 1, torch.arange(x.shape[1]).repeat(4))
+
+
+BLOCKS = fxprune.pattern(("conv", space_to_depth, "conv"), steps={1: block_index})
+
+
+def blocks_net(between=lambda s, y: space_to_depth(y)):
+    def forward(s, x):
+        return s.b(between(s, s.a(x)))
+
+    return Net(forward, a=nn.Conv2d(3, 8, 3, padding=1), b=nn.Conv2d(32, 4, 3))
+
+
+def test_a_run_gives_its_nodes_a_meaning_and_the_plan_tells():
+    with fxprune.patterns(BLOCKS):
+        plan, small = check(blocks_net(), image())
+    assert small.a.out_channels == 4 and small.b.in_channels == 16
+    (fusion,) = (f for f in plan.fusions if f.meant)
+    assert fusion.nodes == ("a", "space_to_depth", "b") and fusion.meant == ("space_to_depth",)
+    assert "test_user_patterns" in fusion.source
+
+
+@pytest.mark.parametrize("between", [
+    lambda s, y: space_to_depth(torch.sigmoid(y)),
+    lambda s, y: space_to_depth(y) + space_to_depth(y).mean(1, keepdim=True) * s.zero(y),
+], ids=["another node between", "a second reader"])  # fmt: skip
+def test_a_near_miss_of_a_run_means_nothing(between):
+    net = blocks_net(between)
+    net.zero = lambda y: 0.5
+    with fxprune.patterns(BLOCKS):
+        plan, small = check(net, image(), shrinks=False)
+    assert small.a.out_channels == 8 and not any(f.meant for f in plan.fusions)
+    assert "space_to_depth" in dict(plan.skipped)["a"]
+
+
+def shared_net():
+    def forward(s, x):
+        y = s.a(x)
+        return s.b(space_to_depth(y)) + s.c(y)
+
+    return Net(forward, a=nn.Conv2d(3, 8, 3, padding=1), b=nn.Conv2d(32, 4, 1),
+               c=nn.Conv2d(8, 4, 2, stride=2))  # fmt: skip
+
+
+def test_a_node_with_another_reader_is_in_no_run_unless_its_pattern_says_so():
+    with fxprune.patterns(BLOCKS):
+        _, small = check(shared_net(), image(), shrinks=False)
+    assert small.a.out_channels == 8
+    shared = fxprune.pattern(("conv", space_to_depth, "conv"), steps={1: block_index}, shared=True)
+    with fxprune.patterns(shared):
+        _, small = check(shared_net(), image())
+    assert small.a.out_channels == 4 and small.c.in_channels == 4
+
+
+def test_of_two_runs_the_longer_one_gives_the_meaning():
+    never = fxprune.pattern((space_to_depth, "conv"), name="short",
+                            steps={0: lambda a, call: a.unknown(call)})  # fmt: skip
+    with fxprune.patterns(BLOCKS, never):
+        plan, small = check(blocks_net(), image())
+    assert small.a.out_channels == 4
+    short = next(f for f in plan.fusions if f.name == "short")
+    assert short.overruled == "conv-space_to_depth-conv" and short.meant == ("space_to_depth",)

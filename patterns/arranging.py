@@ -1,0 +1,109 @@
+"""Ops that repeat slices or put them in another order: expand, flip, pixel and channel shuffle."""
+
+from __future__ import annotations
+
+from fxprune.patterns.shape import hold_literals, sizes_of, with_sizes
+from torch import nn
+from torch.nn import functional as F
+
+from fxprune.channels import remap
+from fxprune.registry import register
+
+
+def new_expand(call, new):
+    return with_sizes(call, new.result, 1, "sizes")
+
+
+@register("expand", "broadcast_to", resize=new_expand)
+def expand(a, call):
+    """y[i, j] = x[0, j]: slices of size 1 are repeated."""
+    return spread(call)
+
+
+@register("expand_as")
+def expand_as(a, call):
+    """y[i, j] = x[0, j], to the shape of another tensor."""
+    return spread(call)
+
+
+def spread(call):
+    x, shape = call.channels(), call.shape
+    by = len(shape) - len(x.shape)
+    return remap(x, {d: d + by for d in range(len(x.shape))}, shape)
+
+
+@register("repeat", "tile")
+def repeat(a, call):
+    """y[i] = x[i mod n]: all slices, then all again."""
+    x = call.channels()
+    times = sizes_of(call, 1, "repeats" if call.word == "repeat" else "dims")
+    times = [1] * (len(x.shape) - len(times)) + times
+    by = len(times) - len(x.shape)
+    wide = remap(x, {d: d + by for d in range(len(x.shape))}, (1,) * by + x.shape)
+    shape = tuple(n * t for n, t in zip(wide.shape, times, strict=True))
+    return a.move(call, wide, lambda t: t.repeat(times), shape)
+
+
+@register("repeat_interleave")
+def repeat_interleave(a, call):
+    """y[i] = x[i div k]: each slice k times."""
+    x, times, dim = call.channels(), call.arg(1, "repeats"), call.arg(2, "dim")
+    if not isinstance(times, int) or dim is None:
+        return a.unknown(call)
+    dim %= len(x.shape)
+    shape = tuple(n * times if d == dim else n for d, n in enumerate(x.shape))
+    return a.move(call, x, lambda t: t.repeat_interleave(times, dim), shape)
+
+
+@register("flip")
+def flip(a, call):
+    """y[i] = x[n - 1 - i]."""
+    dims = sizes_of(call, 1, "dims")
+    return a.move(call, call.channels(), lambda t: t.flip(dims))
+
+
+@register("roll")
+def roll(a, call):
+    """Along channels a shift by a number of slices means another shift once slices are gone."""
+    x, dims = call.channels(), call.arg(2, "dims", ())
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    if not dims:
+        return a.unknown(call)
+    return a.freeze_dims(x, [d % len(x.shape) for d in dims], "they are rolled by a number", call)
+
+
+@register("pixel_shuffle")
+@register(nn.PixelShuffle)
+def pixel_shuffle(a, call):
+    """y[c, h·r + i, w·r + j] = x[c·r² + i·r + j, h, w]: r² slices are one unit."""
+    x = call.channels()
+    factor = call.module.upscale_factor if call.module else call.arg(1, "upscale_factor")
+    return a.move(
+        call, x, lambda t: F.pixel_shuffle(t, factor), touched=range(len(x.shape) - 3, len(x.shape))
+    )
+
+
+@register("pixel_unshuffle")
+@register(nn.PixelUnshuffle)
+def pixel_unshuffle(a, call):
+    """y[c·r² + i·r + j, h, w] = x[c, h·r + i, w·r + j]."""
+    x = call.channels()
+    factor = call.module.downscale_factor if call.module else call.arg(1, "downscale_factor")
+    return a.move(
+        call, x, lambda t: F.pixel_unshuffle(t, factor),
+        touched=range(len(x.shape) - 3, len(x.shape)),
+    )  # fmt: skip
+
+
+@register("channel_shuffle", "native_channel_shuffle")
+@register(nn.ChannelShuffle)
+def channel_shuffle(a, call):
+    """(g, C/g) becomes (C/g, g): groups keep equally many."""
+    x = call.channels()
+    groups = call.module.groups if call.module else call.arg(1, "groups")
+    width = x.shape[1]
+    cut = (x.shape[0], groups, width // groups, *x.shape[2:])
+    parts = hold_literals(a, call, a.view(call, x, cut), {1})
+    order = {0: 0, 1: 2, 2: 1, **{d: d for d in range(3, len(cut))}}
+    turned = remap(parts, order, (cut[0], cut[2], cut[1], *cut[3:]))
+    return a.view(call, turned, x.shape)
