@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from . import registry
@@ -34,7 +35,7 @@ def patterns(word: str = "") -> Table:
     for made in sorted(registry.every(), key=lambda p: (not p.is_builtin, p.source)):
         targets, source = ", ".join(map(label, made.targets)), _source(made)
         if word in targets or word in made.summary or word in source:
-            view.add_row(targets, made.summary, source)
+            view.add_row(*map(escape, (targets, made.summary, source)))
     return view
 
 

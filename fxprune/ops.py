@@ -10,11 +10,25 @@ import torch
 from torch import nn
 
 
-def _autograd_function(target: Any) -> Any:
-    """The class whose ``apply`` is called, or what is called itself."""
-    owner = getattr(target, "__self__", None)
-    is_one = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
-    return owner if is_one else target
+class Applied:
+    """The ``apply`` of an autograd function, as fx can write it: the class's own has no module."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        self.function = function
+        self.__module__ = function.__module__
+        self.__name__ = self.__qualname__ = function.__name__
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function.apply(*args)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Applied) and other.function is self.function
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+    def __reduce__(self) -> Any:
+        return Applied, (self.function,)
 
 
 def key_of(target: Any) -> Any:
@@ -24,7 +38,8 @@ def key_of(target: Any) -> Any:
         return op._schema.name
     if isinstance(op, torch._ops.OpOverloadPacket):
         return op._qualified_op_name
-    op = _autograd_function(op)
+    if isinstance(op, Applied):
+        return op.function
     return op if getattr(op, "__hash__", None) is not None else id(op)
 
 
@@ -62,7 +77,7 @@ def argument_names(target: Any) -> list[str] | None:
     None where nothing tells."""
     if isinstance(target, type) and issubclass(target, nn.Module):
         return list(inspect.signature(target.forward).parameters)[1:]
-    target = _autograd_function(target)
+    target = target.function if isinstance(target, Applied) else target
     if isinstance(target, type) and issubclass(target, torch.autograd.Function):
         own = list(inspect.signature(target.forward).parameters)
         context = "setup_context" in vars(target)

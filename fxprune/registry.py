@@ -158,6 +158,12 @@ def load() -> None:
     package = importlib.import_module("fxprune.patterns")
     for info in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"fxprune.patterns.{info.name}")
+    load_provided()
+
+
+def load_provided() -> None:
+    """What installed packages provide: a module that registers patterns, or a function that does,
+    under the entry point group ``fxprune.patterns``."""
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:
             found = entry.load()

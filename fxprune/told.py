@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+from .ops import Applied
+
 # What is told: the function, something that runs it, and the arguments of this call.
 Tell = Callable[[Any, Callable[..., Any], Any, Any], Any]
 
@@ -54,7 +56,7 @@ def _autograd(function: Any, tell: Tell) -> Iterator[None]:
     run, own = function.apply, vars(function).get("apply")
 
     def apply(*args: Any, **kwargs: Any) -> Any:
-        return tell(run, run, args, kwargs)
+        return tell(Applied(function), run, args, kwargs)
 
     function.apply = staticmethod(apply)
     try:

@@ -12,7 +12,8 @@ def test_public_signatures_are_pinned():
         "sparsity: 'float | Mapping[Any, float]' = 0.5, "
         "ignore: 'Iterable[Any] | str | type | nn.Module' = (), importance: 'Any' = 'l2', "
         "round_to: 'int' = 1, bias: 'str' = 'propagate', exact: 'bool' = False, "
-        "attention: 'str' = 'heads', outputs: 'str | Iterable[str] | None' = None"
+        "attention: 'str' = 'heads', outputs: 'str | Iterable[str] | None' = None, "
+        "patterns: 'Iterable[Pattern]' = ()"
     )
     head = "(model: 'nn.Module', example_input: 'Any'"
     signature = {name: str(inspect.signature(getattr(fxprune, name)))
@@ -24,6 +25,11 @@ def test_public_signatures_are_pinned():
         "as_graph: 'bool' = False, verify: 'bool' = True) "
                  "-> 'nn.Module'",
     }  # fmt: skip
+    assert str(inspect.signature(fxprune.check_pattern)) == (
+        "(pattern: 'Pattern', module: 'nn.Module', example_input: 'Any', *, "
+        "raise_exception: 'bool' = True) -> 'PatternCheck'"
+    )
+    assert list(inspect.signature(fxprune.register).parameters) == ["targets", "override", "what"]
     for name, rest in (("mask", ""), ("apply", ", *, inplace: 'bool' = False")):
         found = str(inspect.signature(getattr(fxprune.PruningPlan, name)))
         assert found == f"(self, model: 'nn.Module'{rest}) -> 'nn.Module'"
@@ -31,7 +37,8 @@ def test_public_signatures_are_pinned():
 
 def test_all_exports_are_pinned_and_exist():
     assert fxprune.__all__ == [
-        "ChannelGroup", "InputError", "ModelError", "PlanError", "ProofError", "PruningError",
-        "PruningPlan", "PruningWarning", "SettingError", "plan", "prune", "trace",
+        "ChannelGroup", "InputError", "ModelError", "Pattern", "PatternError", "PlanError",
+        "ProofError", "PruningError", "PruningPlan", "PruningWarning", "SettingError",
+        "check_pattern", "pattern", "patterns", "plan", "prune", "register", "trace", "unregister",
     ]  # fmt: skip
     assert all(hasattr(fxprune, name) for name in fxprune.__all__)

@@ -18,7 +18,7 @@ def blocks(page: Path) -> str:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
 def test_code_blocks_run(page):
-    exec(compile(blocks(page), str(page), "exec"), {})
+    exec(compile(blocks(page), str(page), "exec"), {"__name__": page.stem})
 
 
 # Calls that take a reason, and variables that hold one.
