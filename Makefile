@@ -1,12 +1,13 @@
 # demo: prune trained digit classifiers.  test: the quick tests.  lint: style and types.
 # check: lint and test.  clean: remove what these made.
+# pattern-table: docs/pattern-table.md, which tests exercise which pattern.
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --disable-pip-version-check --quiet
 
-.PHONY: demo test lint check clean
+.PHONY: demo test lint check clean pattern-table
 
 demo: $(VENV)/demo.stamp
 	$(RUN) benchmarks/digits.py
@@ -18,6 +19,9 @@ lint: $(VENV)/dev.stamp
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy fxprune patterns
+
+pattern-table: $(VENV)/test.stamp
+	$(RUN) -m pytest -n 2 -m "not slow" -p tests.pattern_table --pattern-table docs/pattern-table.md
 
 check: lint
 	$(MAKE) test

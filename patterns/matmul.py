@@ -113,8 +113,3 @@ def outer(a, call):
     column = a.view(call, x, (*x.shape, 1))
     return a.meet(call, [column, y], lambda t: t[0] * t[1])
 
-
-@register("bilinear")
-def bilinear(a, call):
-    """y[o] = Σᵢⱼ W[o, i, j] x[i] z[j] + b[o]."""
-    return a.unknown(call)

@@ -60,6 +60,40 @@ def test_a_run_of_layers_is_found_once_in_order_and_pruned_exactly(name, net):
     assert next(g for g in plan.groups if g.name == str(start)).kept == 4
 
 
+class Last(nn.Sequential):
+    def forward(self, x):
+        return self[0](x[0])[0]
+
+
+def made_of(run):
+    """A chain of layers of these kinds."""
+    layers, width = [], 3
+    for at, kind in enumerate(run):
+        first = at == 0
+        layers += {
+            "conv": [nn.Conv2d(width, 8 if first else 4, 3, padding=1)],
+            "linear": [nn.LazyLinear(8 if first else 4)],
+            "act": [nn.Sigmoid()],
+            "pool": [nn.MaxPool2d(2)],
+            "norm": [nn.BatchNorm2d(8) if run[0] == "conv" else nn.BatchNorm1d(8)],
+            "flatten": [nn.Flatten()],
+            "output": [],
+        }[kind]
+        width = 8
+    return nn.Sequential(*layers)
+
+
+RUNS = [r for r in fxprune.registry.runs() if r[0] in ("conv", "linear")]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(run))
+def test_every_registered_run_is_found_where_it_stands(run):
+    net, x = made_of(run), image() if run[0] == "conv" else sequence()[:, 0]
+    net.double()(x)
+    plan, _ = check(net, x, shrinks=run[-1] != "output")
+    assert plan.fusions[0].name == "-".join(run)
+
+
 @pytest.mark.parametrize("norm", [False, True])
 def test_lstm_getitem_linear_with_and_without_layer_norm(norm):
     def forward(s, x):
@@ -119,9 +153,10 @@ def test_an_intermediate_that_is_also_an_output_ends_the_run():
     ("conv-act-output", nn.Sequential(nn.Conv2d(*C1), nn.ReLU())),
     ("linear-act-output", nn.Sequential(nn.Linear(8, 4), nn.Tanh())),
     ("linear-output", nn.Sequential(nn.Linear(8, 4))),
+    ("lstm-getitem-output", Last(nn.LSTM(8, 4))),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_a_run_that_ends_in_the_output_is_named_so_and_stays_whole(name, net):
     plan = fxprune.plan(net, image().float())
-    names = [str(i) for i in range(len(net))]
+    names = [str(i) for i in range(len(net))] + ["getitem"] * isinstance(net, Last)
     assert [(f.name, f.nodes) for f in plan.fusions] == [(name, (*names, "output"))]
     assert plan.kept == {}
