@@ -45,8 +45,9 @@ class Meanings:
     def result_shape(self, node: fx.Node) -> tuple[int, ...]:
         return node.meta["spec"].shape
 
-    def result_shapes(self, node: fx.Node) -> list[tuple[int, ...]]:
-        return [spec.shape for spec in node.meta["spec"]]
+    def result_shapes(self, node: fx.Node) -> list[Any]:
+        """Shapes of the results, None for what is no tensor."""
+        return [getattr(spec, "shape", None) for spec in node.meta["spec"]]
 
     def groups_of(self, weight: Named, old: int) -> int:
         """How many groups are left of the ``old`` ones of a grouped weight."""

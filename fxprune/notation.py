@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from .errors import PatternError
 
@@ -12,7 +13,7 @@ Layout = tuple[tuple[str, ...], ...]  # for each dimension, the names that it is
 _TOKEN = re.compile(r"\(([^()]*)\)|(\.\.\.)|([A-Za-z_][A-Za-z_0-9]*)|\S")
 
 
-def parse(text: str, what: str) -> Layout:
+def parse(text: Any, what: str) -> Layout:
     """``"n (out k) h"`` as ``(("n",), ("out", "k"), ("h",))``; ``what`` names it in messages."""
     if not isinstance(text, str):
         raise PatternError(f"{what}: a layout is a string such as 'n c h w', not {text!r}")
@@ -31,6 +32,11 @@ def parse(text: str, what: str) -> Layout:
     if twice:
         raise PatternError(f"{what}: {twice!r} stands twice in {text!r}")
     return tuple(dims)
+
+
+def written(layout: Layout) -> str:
+    """The text of a layout."""
+    return " ".join(names[0] if len(names) == 1 else f"({' '.join(names)})" for names in layout)
 
 
 def spread(layout: Layout, rank: int) -> Layout | None:

@@ -61,7 +61,7 @@ class Pattern:
 
 def pattern(
     *targets: Any,
-    layout: Mapping[str, str] | None = None,
+    layout: Mapping[str, str | Sequence[str]] | None = None,
     rule: Rule | None = None,
     steps: Mapping[int, Pattern | Mapping[str, str] | Rule] | None = None,
     name: str = "",
@@ -93,7 +93,7 @@ def pattern(
         layout: the channel map, in the manner of einsum: the dimensions of each argument, parameter
             and of the ``"return"`` by name. Names in the return pass through or are made by the
             parameters that have them; others are summed over. ``"(c k)"`` is one dimension that is
-            cut in two.
+            cut in two. A list of layouts as ``"return"`` is for a tuple of tensors.
         rule: ``rule(a, call)`` states the same in the words of :mod:`fxprune.algebra`.
         steps: for a run, the patterns (or layouts, or rules) of the nodes, by position, that mean
             something else there than elsewhere.

@@ -142,8 +142,8 @@ class Replay(Algebra):
     def result_shape(self, node: fx.Node) -> tuple[int, ...]:
         return self.new_shape(self.before[node])
 
-    def result_shapes(self, node: fx.Node) -> list[tuple[int, ...]]:
-        return [self.new_shape(x) for x in self.before[node]]
+    def result_shapes(self, node: fx.Node) -> list[Any]:
+        return [self.new_shape(x) if isinstance(x, Channels) else None for x in self.before[node]]
 
     def widths(self) -> set[tuple[int, int]]:
         """(old, new) of every size of the run that changes."""

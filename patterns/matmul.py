@@ -112,4 +112,3 @@ def outer(a, call):
     x, y = (a.channels(v) for v in call.inputs)
     column = a.view(call, x, (*x.shape, 1))
     return a.meet(call, [column, y], lambda t: t[0] * t[1])
-

@@ -164,6 +164,43 @@ def test_functions_with_a_parameter_for_each_channel(target, layout, run):
     assert not plan.notes
 
 
+class Both(nn.Module):
+    """Two results of different widths, the second only if it is asked for."""
+
+    def __init__(self, asked=True):
+        super().__init__()
+        self.asked = asked
+        self.first, self.second = nn.Linear(8, 6), nn.Linear(8, 4, bias=False)
+
+    def forward(self, x):
+        y = torch.from_numpy(x.detach().numpy().copy())
+        return torch.sigmoid(self.first(y)), self.second(y) if self.asked else None
+
+
+BOTH = fxprune.pattern(
+    Both,
+    layout={
+        "x": "n in", "first.weight": "one in", "first.bias": "one", "second.weight": "two in",
+        "return": ["n one", "n two"],
+    },
+    biases=["first.bias"],
+    attributes={"first.out_features": "one", "first.in_features": "in"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_layer_with_two_results(asked):
+    def forward(s, x):
+        y, z = s.both(torch.sigmoid(s.a(x)))
+        return s.b(y) if z is None else s.b(y) + s.c(z)
+
+    net = Net(forward, a=nn.Linear(6, 8), both=Both(asked), b=nn.Linear(6, 3), c=nn.Linear(4, 3))
+    with fxprune.patterns(BOTH):
+        plan, small = check(net, rows())
+    assert small.both.first.weight.shape == (3, 4) and small.both.first.out_features == 3
+    assert small.both.second.weight.shape == ((2, 4) if asked else (4, 4))
+
+
 def space_to_depth(x):
     """Not in PyTorch: what is recorded of it is one opaque call."""
     n, c, h, w = x.shape
