@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import registry
-from .pattern_types import Pattern, label
+from .pattern_types import Pattern
+from .targets import label
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -289,7 +289,9 @@ class Algebra(Meanings):
         widths of this pass."""
         dim %= len(x.shape)
         rest = [d for d in range(len(x.shape)) if d != dim]
-        x = self.freeze_dims(x, rest, f"{call.name} mixes slices there", call)
+        x = self.freeze_dims(
+            x, rest, f"by its pattern, slices are mixed there by {call.name}", call
+        )
         return self.move(call, x, lambda t: t.index_select(dim, index), touched=[dim])
 
     def _disjoint(self, call: Call, axes: list[Axis]) -> tuple[Axis, ...]:

@@ -38,8 +38,12 @@ class Declared:
         arguments: Sequence[str] | None = None,
     ) -> None:
         self.name = "layout"
-        self.word = "by its pattern"  # how it is known that dimensions are mixed
+        self.mixes = "by its pattern, slices are mixed there by"  # and then the call
         self.arguments = arguments  # their names, where the target itself does not tell
+        if not isinstance(layout, Mapping):
+            raise PatternError(f"a layout is a mapping from names to strings, not {layout!r}")
+        if sizes is not None and not isinstance(sizes, Mapping):
+            raise PatternError(f"sizes={sizes!r} is no mapping from names to numbers")
         if RETURN not in layout:
             raise PatternError(f"the layout {layout!r} does not say what the 'return' is")
         said = layout[RETURN]
@@ -84,7 +88,11 @@ class Declared:
         if not isinstance(specs, (tuple, list)) or len(specs) != len(self.results):
             return a.unknown(call, f"{call.name} does not return what the pattern {self.name} says")
         values = self._values(a, call, names)
-        known = {n: number(size, call.module) for n, size in self.sizes.items()}
+        named = {id(v) for v in values.values()}
+        for value in call.inputs:
+            if id(value) not in named:
+                a.freeze_all(value, f"the pattern {self.name} does not name it", call)
+        known = {n: number(n, size, call.module) for n, size in self.sizes.items()}
         given: dict[Any, tuple[Layout, tuple[int, ...]]] = {
             key: (self.layouts[key], v.shape if isinstance(v, Channels) else a.tensor_shape(v))
             for key, v in values.items()
@@ -102,7 +110,8 @@ class Declared:
     def _argument_names(self, call: Call) -> list[str]:
         if self.arguments is not None:
             return [*self.arguments, *call.kwargs]
-        return argument_names(call.target if call.module is None else type(call.module)) or []
+        target = call.target if call.module is None else type(call.module)
+        return argument_names(target, len(call.args), call.kwargs) or []
 
     def _values(self, a: Any, call: Call, names: list[str]) -> dict[str, Any]:
         """The tensors that the layout names, as far as they are there."""
@@ -141,7 +150,7 @@ class Declared:
             )
 
         def attributes(module: nn.Module, new: Any) -> dict[str, Any]:
-            known = {n: number(size, module) for n, size in self.sizes.items()}
+            known = {n: number(n, size, module) for n, size in self.sizes.items()}
             found = dict(known)
             tensors = {**new.views}
             for key in argument_names(type(module)) or ():
@@ -166,6 +175,9 @@ class Declared:
         """Where constants go, as :class:`fxprune.pattern_types.Pattern` says it in ``bias``."""
         self._check([*folds, *folds.values()], "folds", self.layouts, "in the layout")
         names = argument_names(targets[0])
+        if _is_module_class(targets[0]):
+            own = [k for k in self.layouts if k not in (names or ())]
+            self._check([*folds, *folds.values()], "folds", own, "a parameter but an argument")
         if _is_module_class(targets[0]) or names is None:
             return dict(folds)
         name = next(iter(folds.values()))
@@ -196,6 +208,16 @@ def _cut(
     return parts, ""
 
 
-def number(size: Any, module: Any) -> int:
-    size = getattr(module, size) if isinstance(size, str) else size
-    return int(size(module) if callable(size) else size)
+def number(name: str, size: Any, module: Any) -> int:
+    """The size behind a name: a number, an attribute of the module, or what a function says."""
+    try:
+        found = getattr(module, size) if isinstance(size, str) else size
+        found = int(found(module) if callable(found) else found)
+    except Exception as error:  # whatever a function of the user's raises
+        raise PatternError(
+            f"sizes: {name!r} is to be {size!r} of {type(module).__name__}, which fails with "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if found < 1:
+        raise PatternError(f"sizes: {name!r} is {found}; it has to be 1 at least")
+    return found

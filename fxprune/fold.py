@@ -197,7 +197,7 @@ def _sink(constants: Constants, read: Read, model: nn.Module):
     bias = constants.member(call, name)
     if bias is not None:
         return path, attribute, bias.name, 1.0
-    if not hasattr(constants.modules[path], attribute):
+    if attribute not in constants.modules[path]._parameters:
         return None
     return _absorbing_norm(constants, call) or (path, attribute, "", 1.0)
 

@@ -15,8 +15,9 @@ from torch import fx, nn
 
 from . import registry
 from .ops import key_of, op_name
-from .pattern_types import Pattern, label
+from .pattern_types import Pattern
 from .recording import Trace
+from .targets import label
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -72,24 +73,40 @@ def _is_torch(target: Any) -> bool:
     return isinstance(owner, str) and owner.partition(".")[0] in ("torch", "_operator")
 
 
-def argument_names(target: Any) -> list[str] | None:
+def has_context(function: type[torch.autograd.Function]) -> bool:
+    """Whether its forward goes without ``ctx``, which ``setup_context`` gets."""
+    return function.setup_context is not torch.autograd.Function.setup_context
+
+
+def argument_names(target: Any, given: int = 0, named: Iterable[str] = ()) -> list[str] | None:
     """Names of the arguments that a module class's forward, a function or an op takes, in order;
-    None where nothing tells."""
+    None where nothing tells.
+
+    Of an op with several overloads, those of the first that takes ``given`` arguments and those
+    that are ``named``.
+    """
     if isinstance(target, type) and issubclass(target, nn.Module):
         return list(inspect.signature(target.forward).parameters)[1:]
     target = target.function if isinstance(target, Applied) else target
     if isinstance(target, type) and issubclass(target, torch.autograd.Function):
         own = list(inspect.signature(target.forward).parameters)
-        context = "setup_context" in vars(target)
-        return own if context else own[1:]
+        return own if has_context(target) else own[1:]
     op = getattr(target, "_opoverload", target)
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        op = getattr(op, op.overloads()[0])
     if isinstance(op, torch._ops.OpOverload):
-        return [argument.name for argument in op._schema.arguments]
-    if not callable(target):
-        return None
-    try:
-        return list(inspect.signature(target).parameters)
-    except (TypeError, ValueError):  # of C
-        return None
+        return _schema_names(op)
+    if not isinstance(op, torch._ops.OpOverloadPacket):
+        if callable(target) and not isinstance(target, type):
+            try:
+                return list(inspect.signature(target).parameters)
+            except (TypeError, ValueError):  # of C
+                pass
+        op = getattr(torch.ops.aten, op_name(target) or "?", None)
+    found = [_schema_names(getattr(op, name)) for name in op.overloads()] if op else []
+    fitting = [names for names in found if len(names) >= given and set(named) <= set(names)]
+    return next(iter(fitting or found), None)
+
+
+def _schema_names(op: torch._ops.OpOverload) -> list[str]:
+    """As PyTorch's documentation calls them: the first one is ``input``, not ``self``."""
+    names = [argument.name for argument in op._schema.arguments]
+    return ["input" if name == "self" else name for name in names]

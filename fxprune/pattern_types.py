@@ -15,6 +15,7 @@ from torch import nn
 
 from .declared import Declared
 from .errors import PatternError
+from .targets import check_target, is_run, label, run_of
 
 # A rule reads a call and states, through the algebra, how its channels hang together; it returns
 # the channels of the call's result. See fxprune.algebra for the words it can use.
@@ -127,6 +128,8 @@ def pattern(
         PatternError: it cannot be what it says: an unknown argument, a rule of another signature …
     """
     source = _source()
+    for target in () if source.startswith("fxprune.") else targets:
+        check_target(target)
 
     def make(rule: Rule | None) -> Pattern:
         if not targets:
@@ -141,12 +144,20 @@ def pattern(
             i: _step(called, i, given, run_of(targets[0])[i]) for i, given in (steps or {}).items()
         } or None  # fmt: skip
         told = attributes
+        if (
+            attributes is not None
+            and not callable(attributes)
+            and not isinstance(attributes, Mapping)
+        ):
+            raise PatternError(f"{called}: attributes={attributes!r} is no mapping and no function")
         if isinstance(attributes, Mapping):
             if not isinstance(rule, Declared):
                 raise PatternError(f"{called}: attributes={attributes!r} needs a layout")
             told = rule.attributes(attributes)
         sink = bias
         if folds is not None:
+            if not isinstance(folds, Mapping):
+                raise PatternError(f"{called}: folds={folds!r} is no mapping from weight to bias")
             sink = rule.sink(folds, targets) if isinstance(rule, Declared) else None
             if sink is None:
                 raise PatternError(f"{called}: folds={folds!r} needs a layout; a rule has bias=")
@@ -156,23 +167,17 @@ def pattern(
         )  # fmt: skip
 
     if layout is not None:
+        if any(map(is_run, targets)):
+            raise PatternError("a layout is for one node; give it to a node of the run by steps=")
         if rule is not None:
             raise PatternError("give a layout or a rule, not both")
-        return make(Declared(dict(layout), targets, sizes, biases, border, emits, only))
+        return make(Declared(layout, targets, sizes, biases, border, emits, only))
     stray = {"sizes": sizes, "biases": biases, "border": border, "emits": emits, "only": only}
     if any(stray.values()):
         raise PatternError(f"{', '.join(k for k, v in stray.items() if v)}: only with a layout")
     if rule is not None or steps is not None or (targets and all(map(is_run, targets))):
         return make(rule)
     return make
-
-
-def is_run(target: Any) -> bool:
-    return isinstance(target, tuple) or (isinstance(target, str) and "-" in target)
-
-
-def run_of(target: Any) -> tuple[Any, ...]:
-    return target if isinstance(target, tuple) else tuple(target.split("-"))
 
 
 def _step(label: str, position: int, given: Any, target: Any) -> Pattern:
@@ -206,14 +211,6 @@ def _check_rule(rule: Any, label: str) -> None:
             f"{label}: a rule is called as rule(a, call), with the algebra and the call; "
             f"{getattr(rule, '__name__', rule)} takes {inspect.signature(rule)} ({error})"
         ) from error
-
-
-def label(target: Any) -> str:
-    if isinstance(target, tuple):
-        return "-".join(map(label, target))
-    if isinstance(target, str):
-        return target
-    return str(getattr(target, "__name__", None) or getattr(target, "_name", None) or target)
 
 
 def _source() -> str:

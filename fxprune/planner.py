@@ -88,6 +88,7 @@ def plan(
         except InputError:
             return None
 
+    patterns = (patterns,) if isinstance(patterns, Pattern) else patterns or ()
     with scope(*patterns, override=True), uncollected(), _naming_patterns():
         trace = record(model, example_input, settings.outputs)
         found = fusions.find(trace)  # before the first walk: they give nodes another meaning

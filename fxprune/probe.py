@@ -45,7 +45,8 @@ def probe(
     }  # fmt: skip
     positions = [f"argument{i}" for i in range(len(args))]
     rule = Declared({**layout, RETURN: " ".join(names)}, (), arguments=positions)
-    rule.name, rule.word = name, "probed,"
+    rule.name = name
+    rule.mixes = "probed, other slices come out there where fewer go into"
     return Pattern(name, (), rule, source=SOURCE)
 
 

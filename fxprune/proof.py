@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import ProofError
+from .probe import SOURCE
 from .reference import reference
 from .running import outputs
 
@@ -88,9 +89,15 @@ _REPORT = " Please report the model; ignore= its layers to go on."
 def _doubtful(plan: Any) -> str:
     """The patterns in use that fxprune has not brought itself."""
     used = [n.meta.get("pattern") for n in plan._trace.graph.nodes]
-    names = {f"{p.name} ({p.source})": None for p in used if p is not None and not p.is_builtin}
+    own = dict.fromkeys(p for p in used if p is not None and not p.is_builtin)
+    names = [f"{p.name} ({p.source})" for p in own]
     if not names:
         return ""
+    if all(p.source == SOURCE for p in own):
+        return (
+            f" It rests on what probing found of {', '.join(p.name for p in own)}, which nobody "
+            "has a pattern for: register one (docs/patterns.md), or ignore= the layers before it."
+        )
     return (
         f" It rests on patterns that are not fxprune's own: {', '.join(names)}; "
         "fxprune.check_pattern tells what is wrong with one."

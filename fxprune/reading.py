@@ -81,7 +81,7 @@ class Reading:
             d for d, n in enumerate(names)
             if (n not in self.returned and n not in self.read) or n in self.known
         ]  # fmt: skip
-        x = a.freeze_dims(x, mixed, f"{self.rule.word} {call.name} mixes slices there", call)
+        x = a.freeze_dims(x, mixed, f"{self.rule.mixes} {call.name}", call)
         read = [d for d, n in enumerate(names) if n in self.read]
         axes = []
         for axis in x.axes:
@@ -97,7 +97,7 @@ class Reading:
     def _role(self, key: str, name: str) -> str:
         if key in self.rule.biases:
             return "shift"
-        makes = self._is_made(name) and (key in self.weights or not self.weights)
+        makes = key in self.weights or (self._is_made(name) and not self.weights)
         return "out" if makes else "stat"
 
     def _consume(self, inputs: dict[str, Channels]) -> None:
@@ -145,7 +145,7 @@ class Reading:
             t = t.permute([*order, *(d for d in range(t.dim()) if d not in order)])
             sizes = iter(t.shape)
             t = t.reshape([next(sizes) if n in self.names[i] else 1 for n in names])
-            given[key] = t.expand(self.shapes[key]).reshape(self.values[key].shape)
+            given[key] = t.expand(self.shapes[key]).reshape(self.values[key].shape).clone()
         y = self._run(i, {}, given)
         for d in range(y.dim()):
             if all(t.shape[d] == 1 for t in tensors):
@@ -182,7 +182,7 @@ class Reading:
         self, i: int, replaced: dict[str, Tensor], given: dict[str, Tensor], seed: int = 0
     ) -> Tensor:
         """A result of the call with other parameters, on ``given`` arguments or random ones, in
-        the space of its names."""
+        the space of its names; NaN where it does not run on them."""
         call, a = self.call, self.a
         keys = {id(v): k for k, v in self.values.items()}
         generator = torch.Generator().manual_seed(seed)
@@ -204,14 +204,22 @@ class Reading:
         args, kwargs = fx.node.map_arg((call.node.args, call.node.kwargs), argument)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
-            if call.module is None:
-                y = call.run(args, kwargs)
-            else:
-                own = {key: a.read(named.name) for key in _tensors_of(call.module)
-                       if (named := a.member(call, key)) is not None}  # fmt: skip
-                y = torch.func.functional_call(call.module, own | replaced, args, kwargs)
+            try:
+                y = self._call(args, kwargs, replaced)
+            except Exception:  # whatever it raises on made-up values: nothing is known then
+                return torch.full(self.shapes[i], torch.nan, dtype=torch.float64)
         y = y if isinstance(y, Tensor) else list(tree.tensors(y))[self.numbers.index(i)]
         return y.double().cpu().reshape(self.shapes[i])
+
+    def _call(self, args: Any, kwargs: Any, replaced: dict[str, Tensor]) -> Any:
+        call, a = self.call, self.a
+        if call.module is None:
+            return call.run(args, kwargs)
+        own = {
+            key: a.read(named.name) for key in _tensors_of(call.module)
+            if (named := a.member(call, key)) is not None
+        }  # fmt: skip
+        return torch.func.functional_call(call.module, own | replaced, args, kwargs)
 
     def _device(self) -> torch.device:
         named = [v for v in self.values.values() if isinstance(v, Named)]

@@ -13,6 +13,7 @@ import functools
 import inspect
 import operator
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -40,6 +41,8 @@ _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
 _READS_DATA = ("bool", "int", "float", "index", "item", "tolist", "numpy", "array", "equal",
                "allclose", "contains")  # fmt: skip
+# Recording swaps the code of modules' calls and of registered functions: one at a time.
+_LOCK = threading.RLock()
 # Nothing in a frame of these folders is the user's own code.
 _LIBRARY = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/", "<")
 
@@ -85,6 +88,7 @@ def record(
     args, kwargs = bind_inputs(example_input)
     recorder = _Recorder(model)
     with (
+        _LOCK,
         uncollected(),
         evaluating(model, training=training),
         _traced_attributes(model, recorder),
@@ -183,6 +187,7 @@ class _Recorder(TorchFunctionMode):
             self.paths.setdefault(id(m), path)
         self._leaf: dict[int, bool] = {}
         self._stack: list[int] = []
+        self._thread = threading.get_ident()  # in which the model runs; others are none of its own
         self._suspended = False
         self._inside_torch = False
         self._handing = False
@@ -369,7 +374,7 @@ class _Recorder(TorchFunctionMode):
 
     def module(self, original: Callable, m: nn.Module, args: Any, kwargs: Any) -> Any:
         path = self.paths.get(id(m))
-        if self._suspended or path is None:
+        if self._suspended or path is None or threading.get_ident() != self._thread:
             return original(m, *args, **kwargs)
         self.called.add(path)
         if self.is_leaf(m) and m is not self.model:
@@ -417,7 +422,7 @@ class _Recorder(TorchFunctionMode):
 
     def python_call(self, function: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of a registered function that PyTorch does not tell of."""
-        if self._suspended:
+        if self._suspended or threading.get_ident() != self._thread:
             return run(*args, **kwargs)
         known = for_function(function) is not None
         with self._paused():

@@ -23,7 +23,8 @@ from torch import nn
 
 from .errors import PatternError
 from .ops import key_of, op_name
-from .pattern_types import Pattern, is_run, pattern, run_of
+from .pattern_types import Pattern, pattern
+from .targets import is_run, run_of
 
 ENTRY_POINTS = "fxprune.patterns"
 
@@ -49,7 +50,6 @@ class Layer:
 
     def add(self, made: Pattern, *, override: bool) -> None:
         for target in made.targets:
-            _check_target(target)
             known = find(target)
             if known is not None and not override:
                 raise PatternError(
@@ -246,17 +246,3 @@ def is_python(target: Any) -> bool:
 
 def _hashable(value: Any) -> bool:
     return getattr(value, "__hash__", None) is not None
-
-
-def _check_target(target: Any) -> None:
-    if isinstance(target, str) or is_run(target) or callable(target):
-        closure = getattr(target, "__closure__", None)
-        if closure and is_python(target):
-            raise PatternError(
-                f"{target.__qualname__} is a function made inside another one, which cannot be "
-                "seen as it runs; define it at the top of a module, or register a module class"
-            )
-        return
-    raise PatternError(
-        f"{target!r} is no module class, function, op, name of an op or run of these"
-    )

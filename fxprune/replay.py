@@ -421,7 +421,9 @@ class Replay(Algebra):
             node = next(iter(self.trace.graph.nodes))  # it has none of its own
             call = Call(self, node, pattern, (), {}, module=module, path=path)
             views, spoken = self._views(call)
-            if spoken and set(views) <= {"weight", "bias"}:  # with no input, a norm says nothing
+            cut = any(len(view) != getattr(module, name).dim() for name, view in views.items())
+            # With no input, a norm says nothing.
+            if spoken and not cut and set(views) <= {"weight", "bias"}:
                 found = pattern.attributes(module, NewSizes(self, node, views))
                 changed = {k: v for k, v in found.items() if getattr(module, k) != v}
                 self.module_sizes[path] = changed

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from .ops import Applied
+import torch
+
+from .ops import Applied, has_context
 
 # What is told: the function, something that runs it, and the arguments of this call.
 Tell = Callable[[Any, Callable[..., Any], Any, Any], Any]
@@ -37,12 +39,9 @@ def _python(function: Any, tell: Tell) -> Iterator[None]:
     )
     run.__kwdefaults__ = kwdefaults
     key = f"_fxprune_tell_{id(function)}"
-    made: dict[str, Any] = {}
-    text = f"def {function.__name__}(*args, **kwargs):\n    return {key}(args, kwargs)\n"
-    exec(compile(text, "<told by fxprune>", "exec"), made)
     function.__globals__[key] = partial(tell, function, run)
     function.__defaults__, function.__kwdefaults__ = None, None
-    function.__code__ = made[function.__name__].__code__
+    function.__code__ = _telling(key, len(code.co_freevars))
     try:
         yield
     finally:
@@ -51,18 +50,36 @@ def _python(function: Any, tell: Tell) -> Iterator[None]:
         del function.__globals__[key]
 
 
+def _telling(key: str, variables: int) -> types.CodeType:
+    """Code of a function that calls the global ``key``, with as many variables of a closure."""
+    names = ", ".join(f"v{i}" for i in range(variables))
+    text = f"""
+def outer({names}):
+    def told(*args, **kwargs):
+        {names or "pass"}
+        return {key}(args, kwargs)
+    return told
+"""
+    made: dict[str, Any] = {}
+    exec(compile(text, "<told by fxprune>", "exec"), made)
+    return made["outer"](*[None] * variables).__code__
+
+
 @contextlib.contextmanager
-def _autograd(function: Any, tell: Tell) -> Iterator[None]:
-    run, own = function.apply, vars(function).get("apply")
+def _autograd(function: type[torch.autograd.Function], tell: Tell) -> Iterator[None]:
+    """``apply`` may have been taken from the class before; what it calls is ``forward``."""
+    run, own = function.forward, vars(function).get("forward")
+    context = not has_context(function)
 
-    def apply(*args: Any, **kwargs: Any) -> Any:
-        return tell(Applied(function), run, args, kwargs)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        head, rest = (args[:1], args[1:]) if context else ((), args)
+        return tell(Applied(function), partial(run, *head), rest, kwargs)
 
-    function.apply = staticmethod(apply)
+    function.forward = staticmethod(forward)  # type: ignore[method-assign]
     try:
         yield
     finally:
         if own is None:
-            del function.apply
+            del function.forward
         else:
-            function.apply = own
+            function.forward = own  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fxprune import algebra, fusions, registry
-from fxprune.pattern_types import label
+from fxprune.targets import label
 
 Found = dict[str, dict[str, set[str]]]  # row -> what was called -> tests
 
