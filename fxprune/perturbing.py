@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,21 +16,24 @@ from .channels import FROZEN, Axis, Channels, SourceAxis, distinct
 from .discover import Discover, components_of
 from .ops import argument_names
 from .recording import Trace
+from .running import read_attribute
 from .spec import Spec
 
+_CONSTANT = 1.7
 _SLICES = 8  # of one dimension that are perturbed, one at a time
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One thing that a pattern says, and by how much it is false: 0 where it holds."""
+    """One thing that a pattern says, whether it holds, and by how much it is false if not."""
 
     text: str
     error: float = 0.0
+    holds: bool = True
 
     def __str__(self) -> str:
-        return f"false: {self.text}" if self.error else f"holds: {self.text}"
+        return f"{'holds' if self.holds else 'false'}: {self.text}"
 
 
 class Free(Discover):
@@ -99,6 +102,11 @@ class Perturbing:
         return list(tree.tensors(value))
 
     def claims(self) -> Iterator[Claim]:
+        nothing = self._nothing()
+        if nothing is not None:
+            yield nothing
+            return
+        yield from self._attributes()
         for source, x in self.free.inputs.items():
             for axis in x.axes:
                 where = f"dimension {axis.dims[0]} of {self._argument_name(source)}"
@@ -108,7 +116,87 @@ class Perturbing:
             seen = self.trace.tensor(s.name).detach().reshape(s.view)
             yield self._alone(s.name, seen, s.dims, s.labels(), where, s.tensor_shape)
         yield from self._reads()
+        yield from self._folds()
         yield from self._left_out()
+
+    def _nothing(self) -> Claim | None:
+        """A pattern by which nothing can go says nothing that could be tried."""
+        axes = [a for x in (*self.free.inputs.values(), *self.free.results) for a in x.axes]
+        if any(self.free.of(axis.units).any() for axis in axes):
+            return None
+        why = "; ".join(dict.fromkeys(note.reason for note in self.free.frozen))
+        text = f"nothing can be cut in {self.name}: {why or 'it says nothing'}"
+        return Claim(text, float("inf"), holds=False)
+
+    def _attributes(self) -> Iterator[Claim]:
+        """Attributes come out as they are where nothing is cut."""
+        pattern = self.trace.pattern(self.node)
+        if self.module is None or pattern is None or pattern.attributes is None:
+            return
+        views = {k: tuple(t.shape) for k, t in tensors_of(self.module)}
+        for s in self.free.sources:
+            views[self._short(s.name)] = s.view
+        x = next(iter(self.free.inputs.values()), None)
+        sizes = OldSizes(views, () if x is None else x.shape, self.node.meta["spec"])
+        for key, said in pattern.attributes(self.module, sizes).items():
+            found = None if key == "forward" else read_attribute(self.module, key)
+            if key != "forward" and found != said:
+                yield Claim(f"{key} is {found}, by the pattern it is {said}", float("inf"),
+                            holds=False)  # fmt: skip
+
+    def _folds(self) -> Iterator[Claim]:
+        """What a constant channel adds through a weight is what the bias can add instead."""
+        pattern = self.trace.pattern(self.node)
+        rule = getattr(pattern, "rule", None)
+        if self.module is None or not isinstance(pattern.bias, Mapping):  # type: ignore[union-attr]
+            return
+        border = rule.border(self.module) if callable(rule.border) else rule.border  # type: ignore[union-attr]
+        for weight, bias in pattern.bias.items():  # type: ignore[union-attr]
+            for source, x in self.free.inputs.items():
+                for axis in x.axes:
+                    claim = self._fold(weight, bias, source, axis, border, rule)
+                    if claim is not None:
+                        yield claim
+
+    def _fold(
+        self, weight: str, bias: str, source: fx.Node, axis: Axis, border: str, rule: Any
+    ) -> Claim | None:
+        mine = self.free.of(axis.units)
+        readers = [s for s in self.free.sources
+                   if s.role == "in" and self._short(s.name) == weight]  # fmt: skip
+        units = {int(c) for s in readers for c in distinct(self.free.of(s.labels())) if c}
+        at = next((i for i in self._some(len(mine)) if int(mine[i]) in units), None)
+        if at is None or border == "pattern":
+            return None
+        s, b = readers[0], dict(tensors_of(self.module))[bias].detach()
+        names, theirs = ([n for d in rule.layouts[key] for n in d] for key in (weight, bias))
+        w = self.trace.tensor(s.name).detach().reshape(s.view)
+        gone = torch.from_numpy(self.free.of(s.labels()) == int(mine[at])).to(w.device)
+        gone = gone.reshape([n if d in s.dims else 1 for d, n in enumerate(s.view)])
+        rest = [d for d, n in enumerate(names) if n not in theirs]
+        added = (w * gone * _CONSTANT).sum(rest) if rest else w * gone * _CONSTANT
+        value = self.values[source].clone()
+        value.select(axis.dims[0], at).fill_(_CONSTANT)
+        folded = {source: value, **self._unread(readers, int(mine[at])),
+                  f"{self.path}.{bias}": b + added.reshape(b.shape)}  # fmt: skip
+        y0, y = self.run({source: value})[0], self.run(folded)[0]
+        by = torch.nan_to_num((y.double() - y0.double()).abs())
+        outs = {int(c) for o in self.free.sources if o.role == "out"
+                for c in self.free.of(o.labels()).flat}  # fmt: skip
+        made = [d for a in self.free.results[0].axes
+                if outs & set(self.free.of(a.units).flat) for d in a.dims]  # fmt: skip
+        if border and len(made) < by.dim():  # away from the border there is a place where it is so
+            error = float(by.amax(made).min()) if made else float(by.min())
+        else:
+            error = float(by.max())
+        where = f"dimension {axis.dims[0]} of {self._argument_name(source)}"
+        if error > rounding(y0):
+            return Claim(
+                f"folds: what a constant in channel {at} of {where} adds through {weight} is not "
+                f"what {bias} can add instead: the result differs by {error:.2g}",
+                error, holds=False,
+            )  # fmt: skip
+        return Claim(f"{where}: what a constant adds through {weight} can go into {bias}")
 
     def _alone(
         self, key: Any, tensor: Tensor, dims: tuple[int, ...], units: Tensor, where: str,
@@ -133,6 +221,7 @@ class Perturbing:
                             f"{axis.dims[0]} of the result, by {by.max():.2g}; by the pattern only "
                             f"slice {int((theirs.reshape(-1) == unit).argmax())} may move",
                             float(by.max()),
+                            holds=False,
                         )
         return Claim(f"{where}: slices move their own of the result only")
 
@@ -154,7 +243,7 @@ class Perturbing:
                         names = ", ".join(sorted({self._short(s.name) for s in readers}))
                         yield Claim(
                             f"{where}: channel {at} still moves the result by {by:.2g} where the "
-                            f"slices of {names} that are to read it are zero", by,
+                            f"slices of {names} that are to read it are zero", by, holds=False,
                         )  # fmt: skip
                         break
                 else:
@@ -176,9 +265,9 @@ class Perturbing:
         if self.module is None:
             return
         named = {s.name for s in self.free.sources}
-        for local, p in [*self.module.named_parameters(), *self.module.named_buffers()]:
+        for local, p in tensors_of(self.module):
             full = f"{self.path}.{local}"
-            if full in named or not p.is_floating_point():
+            if full in named or not p.is_floating_point() or ".parametrizations." in f".{local}":
                 continue
             for d, size in enumerate(p.shape):
                 hit = self._one_to_one(full, p.detach(), d) if size > 1 else None
@@ -186,7 +275,8 @@ class Perturbing:
                     e, by = hit
                     yield Claim(
                         f"{local} is not in the pattern, but perturbing slice 1 of its dimension "
-                        f"{d} moves slice 1 of dimension {e} of the result only, by {by:.2g}", by,
+                        f"{d} moves slice 1 of dimension {e} of the result only, by {by:.2g}",
+                        by, holds=False,
                     )  # fmt: skip
 
     def _one_to_one(self, name: str, p: Tensor, d: int) -> tuple[int, float] | None:
@@ -247,3 +337,23 @@ def _distance(y: Tensor, y0: Tensor) -> float:
 def rounding(y: Tensor) -> float:
     scale = float(y.double().abs().nan_to_num(posinf=0).max()) if y.numel() else 1.0
     return _ROUNDING.get(y.dtype, 1e-1) * max(scale, 1e-30)
+
+
+@dataclass
+class OldSizes:
+    """As :class:`fxprune.widths.NewSizes`, at the widths of the layer as it is."""
+
+    views: dict[str, tuple[int, ...]]
+    input: tuple[int, ...]
+    spec: Any
+
+    @property
+    def result(self) -> Any:
+        return self.spec.shape if isinstance(self.spec, Spec) else [s.shape for s in self.spec]
+
+    def keep(self, position: int, dim: int) -> None:
+        return None
+
+
+def tensors_of(module: Any) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]

@@ -89,18 +89,18 @@ _REPORT = " Please report the model; ignore= its layers to go on."
 def _doubtful(plan: Any) -> str:
     """The patterns in use that fxprune has not brought itself."""
     used = [n.meta.get("pattern") for n in plan._trace.graph.nodes]
-    own = dict.fromkeys(p for p in used if p is not None and not p.is_builtin)
-    names = [f"{p.name} ({p.source})" for p in own]
-    if not names:
+    own = [p for p in used if p is not None and not p.is_builtin]
+    names = ", ".join(dict.fromkeys(f"{p.name} ({p.source})" for p in own))
+    if not own:
         return ""
     if all(p.source == SOURCE for p in own):
         return (
-            f" It rests on what probing found of {', '.join(p.name for p in own)}, which nobody "
-            "has a pattern for: register one (docs/patterns.md), or ignore= the layers before it."
+            f" It rests on what was found of {names}, which nobody has a pattern for: register one "
+            "(docs/patterns.md), or ignore= the layers before it."
         )
     return (
-        f" It rests on patterns that are not fxprune's own: {', '.join(names)}; "
-        "fxprune.check_pattern tells what is wrong with one."
+        f" It rests on patterns that are not fxprune's own: {names}; fxprune.check_pattern tells "
+        "what is wrong with one."
     )
 
 

@@ -78,9 +78,9 @@ def pixel_shuffle(a, call):
     """y[c, h·r + i, w·r + j] = x[c·r² + i·r + j, h, w]: r² slices are one unit."""
     x = call.channels()
     factor = call.module.upscale_factor if call.module else call.arg(1, "upscale_factor")
-    return a.move(
-        call, x, lambda t: F.pixel_shuffle(t, factor), touched=range(len(x.shape) - 3, len(x.shape))
-    )
+    places = range(len(x.shape) - 3, len(x.shape))
+    y = a.move(call, x, lambda t: F.pixel_shuffle(t, factor), touched=places)
+    return a.freeze_dims(y, places[1:], "channels become positions there", call)
 
 
 @register("pixel_unshuffle")

@@ -500,3 +500,8 @@ def test_what_is_nearly_it_stays_whole_and_says_why(kind, op):
     net, x = built(kind, op, False)
     plan, small = check(net, x, shrinks=False)
     assert small.a.weight.shape[0] == 8 and dict(plan.skipped)["a"]
+
+
+def test_a_shuffle_and_its_inverse_leave_a_unit_of_blocks():
+    net, x = built("image", lambda s, y: F.pixel_unshuffle(F.pixel_shuffle(y, 2), 2), False)
+    assert check(net, x)[1].a.out_channels == 4

@@ -128,3 +128,128 @@ def test_the_module_is_left_as_it_was():
     before = {k: v.clone() for k, v in layer.state_dict().items()}
     fxprune.check_pattern(GATED, layer, image(8))
     assert layer.training and all(torch.equal(before[k], v) for k, v in layer.state_dict().items())
+
+
+class Rolled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x):
+        return x + self.gamma * x.roll(1, -1)
+
+
+def test_a_scale_that_starts_at_zero_hides_nothing():
+    wrong = fxprune.pattern(Rolled, layout={"x": "n c", "gamma": "c", "return": "n c"})
+    assert "moved slice" in mistakes(wrong, Rolled(), rows(8))[0]
+
+
+@pytest.mark.parametrize("layout, reason", [
+    ({"input": "n t in", "weight": "out in", "return": "n t out"}, "does not fit its shape"),
+    ({"input": "n in", "weight": "in out", "return": "n out"}, "the layout has in of 8"),
+    ({"input": "n a", "weight": "b c", "return": "m d"}, "slices are mixed there"),
+    ({"input": "n (in k)", "weight": "out in", "return": "n out"}, "does not fit its shape"),
+], ids=["rank", "swapped", "nothing in common", "a cut without sizes"])  # fmt: skip
+def test_a_pattern_by_which_nothing_can_go_is_no_right_one(layout, reason):
+    layer = nn.Linear(8, 6, bias=False)
+    made = fxprune.pattern(nn.Linear, layout=layout)
+    assert any(reason in text for text in mistakes(made, layer, rows(8)))
+
+
+def test_a_pattern_for_no_module_is_no_right_one():
+    made = fxprune.pattern(Gated, layout=LAYOUT, only=lambda m: False)
+    assert "does not hold for it as it is" in mistakes(made, Gated(8, 8), image(8))[0]
+
+
+class Attending(nn.Module):
+    def forward(self, q, k, v):
+        scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
+        return torch.from_numpy((scores.softmax(-1) @ v).detach().numpy())
+
+
+def test_what_is_summed_over_by_two_arguments_is_cut_in_both():
+    made = fxprune.pattern(
+        Attending, layout={"q": "n t d", "k": "n s d", "v": "n s e", "return": "n t e"}
+    )
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 5, 8, dtype=torch.float64, generator=g)
+    found = mistakes(made, Attending(), (q, k, v))
+    assert any("dimension 2 of q and dimension 2 of k" in text for text in found)
+
+
+def test_attributes_that_are_not_so_before_anything_is_cut_are_found():
+    wrong = fxprune.pattern(
+        nn.Bilinear, biases=["bias"],
+        layout={"input1": "n one", "input2": "n two", "weight": "out one two", "bias": "out",
+                "return": "n out"},
+        attributes={"in1_features": "two", "in2_features": "one"},
+    )  # fmt: skip
+    found = mistakes(wrong, nn.Bilinear(8, 4, 6), (rows(8), rows(4)))
+    assert "in1_features is 8, by the pattern it is 4" in found[0]
+
+
+class Dependent(nn.Module):
+    """What a constant channel adds depends on another argument: no bias can add it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 8, 3, 3))
+        self.bias = nn.Parameter(torch.randn(6))
+
+    def forward(self, x, gate):
+        return (
+            torch.conv2d(torch.from_numpy((x * gate).detach().numpy()), self.weight)
+            + (self.bias[:, None, None])
+        )
+
+
+@pytest.mark.parametrize("border", ["", "padding"])
+def test_a_fold_that_is_none_is_found_whatever_the_border(border):
+    wrong = fxprune.pattern(
+        Dependent, border=border, biases=["bias"], folds={"weight": "bias"},
+        layout={"x": "n in h w", "gate": "n one h3 w3", "weight": "out in a b", "bias": "out",
+                "return": "n out h2 w2"},
+    )  # fmt: skip
+    found = mistakes(wrong, Dependent(), (image(8), image(1)))
+    assert any(text.startswith("folds: what a constant in channel 0") for text in found)
+
+
+def test_a_fold_that_is_right_away_from_the_border_is_right():
+    class Padded(nn.Conv2d):
+        def forward(self, input):
+            return torch.conv2d(
+                torch.from_numpy(input.detach().numpy()), self.weight, self.bias, padding=1
+            )
+
+    made = fxprune.pattern(
+        Padded, border="padding", biases=["bias"], folds={"weight": "bias"},
+        layout={"input": "n in h w", "weight": "out in a b", "bias": "out", "return": "n out h w2"},
+    )  # fmt: skip
+    wrong = fxprune.check_pattern(made, Padded(8, 6, 3).double(), image(8), raise_exception=False)
+    assert not any("folds" in c.text for c in wrong.wrong)
+    layout = {**{"input": "n in h w", "weight": "out in a b", "bias": "out"}, "return": "n out y x"}
+    made = fxprune.pattern(
+        Padded, border="padding", biases=["bias"], folds={"weight": "bias"}, layout=layout
+    )
+    assert fxprune.check_pattern(made, Padded(8, 6, 3).double(), image(8))
+
+
+def test_parametrized_layers_and_views_of_arguments_are_fine():
+    class Viewing(nn.Linear):
+        def forward(self, input):
+            return (
+                torch.from_numpy((input.view(-1, input.shape[1]) @ self.weight.T).detach().numpy())
+                + self.bias
+            )
+
+    made = fxprune.pattern(
+        Viewing, biases=["bias"],
+        layout={"input": "n in", "weight": "out in", "bias": "out", "return": "n out"},
+    )  # fmt: skip
+    layer = nn.utils.parametrizations.weight_norm(Viewing(8, 6), "weight")
+    assert fxprune.check_pattern(made, layer.double(), rows(8))
+
+
+def test_empty_tensors_are_refused():
+    with pytest.raises(fxprune.PatternError, match="an empty tensor"):
+        fxprune.check_pattern(BILINEAR, nn.Bilinear(8, 4, 6).double(), (rows(8)[:0], rows(4)[:0]))

@@ -122,3 +122,40 @@ def test_an_op_that_mixes_positions_but_not_channels_lets_channels_pass():
 def test_an_op_that_is_not_the_same_without_some_channels_leaves_them_whole(op):
     plan = fxprune.plan(opaque(lambda y, z: op(y) + z).double(), image())
     assert "a" in dict(plan.skipped) and not plan.kept
+
+
+@torch.library.custom_op("fxprune_tests::neighbours", mutates_args=())
+def neighbours(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.local_response_norm(x, 5)
+
+
+@torch.library.custom_op("fxprune_tests::quantise", mutates_args=())
+def quantise(x: torch.Tensor) -> torch.Tensor:
+    step = x.abs().max() / 127
+    return (x / step).round() * step
+
+
+@torch.library.custom_op("fxprune_tests::power", mutates_args=())
+def power(x: torch.Tensor) -> torch.Tensor:
+    step = 2.0 ** x.abs().max().log2().ceil() / 127
+    return (x / step).round() * step
+
+
+@pytest.mark.parametrize("op", [neighbours, quantise, power], ids=["lrn", "int8", "power of two"])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_op_that_mixes_channels_by_very_little_is_found_out(op, seed):
+    torch.manual_seed(seed)
+    plan = fxprune.plan(opaque(lambda y, z: op(y) + z), image().float())
+    assert "a" in dict(plan.skipped)
+
+
+@torch.library.custom_op("fxprune_tests::positive", mutates_args=())
+def positive(x: torch.Tensor) -> torch.Tensor:
+    if (x <= 0).any():
+        raise ValueError("only positive values")
+    return x.log() + 2
+
+
+def test_an_op_that_does_not_take_every_value_is_followed_as_far_as_it_goes():
+    plan, small = check(opaque(lambda y, z: positive(y) + z), image())
+    assert small.a.out_channels == 4
