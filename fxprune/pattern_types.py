@@ -89,8 +89,9 @@ def pattern(
 
     Args:
         targets: module classes, functions, custom ops, :class:`torch.autograd.Function` classes,
-            names of PyTorch's own ops (``"relu"``); or runs of nodes, as a tuple of these and of
-            kinds (``("conv", MyGate, "conv")``) or a name (``"conv-act-conv"``).
+            names of PyTorch's own ops (``"relu"``) or of custom ones (``"mylib::op"``); or runs of
+            nodes, as a tuple of these and of kinds (``("conv", MyGate, "conv")``) or a name
+            (``"conv-act-conv"``).
         layout: the channel map, in the manner of einsum: the dimensions of each argument, parameter
             and of the ``"return"`` by name. Names in the return pass through or are made by the
             parameters that have them; others are summed over. ``"(c k)"`` is one dimension that is

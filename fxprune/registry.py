@@ -42,7 +42,7 @@ class Layer:
         """The dictionary for a target, and its key there."""
         if is_run(target):
             return self.runs, run_of(target)  # type: ignore[return-value]
-        if isinstance(target, str):
+        if isinstance(target, str) and "::" not in target:
             return self.ops, target  # type: ignore[return-value]
         if isinstance(target, type) and issubclass(target, nn.Module):
             return self.modules, target  # type: ignore[return-value]

@@ -37,7 +37,7 @@ def check_target(target: Any) -> None:
         for item in run_of(target):
             if is_run(item) or not (isinstance(item, str) or _is_heard(item)):
                 raise PatternError(f"{item!r} in a run is no kind, module class, function or op")
-    elif isinstance(target, str):
+    elif isinstance(target, str) and "::" not in target:
         spellings = (target, f"{target}_", f"_{target}", f"__{target}__")
         if not any(hasattr(place, name) for place in _PLACES for name in spellings):
             raise PatternError(f"PyTorch has no op that is called {target!r}")
@@ -49,6 +49,8 @@ def check_target(target: Any) -> None:
 
 
 def _is_heard(target: Any) -> bool:
+    if isinstance(target, str):
+        return True  # a custom op, which need not be there yet
     if isinstance(target, type):
         return issubclass(target, (nn.Module, torch.autograd.Function))
     if isinstance(getattr(target, "_opoverload", target), _OPS):

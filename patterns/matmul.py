@@ -51,7 +51,8 @@ def baddbmm(a, call):
     return a.meet(call, [a.channels(call.inputs[0]), y], lambda t: t[0] + t[1], y.shape)
 
 
-@register("grouped_mm")
+# The second is what transformers runs where PyTorch has no such kernel.
+@register("grouped_mm", "transformers::grouped_mm_fallback")
 def grouped(a, call):
     """Runs of rows of x, each times its own matrix of a stack, as experts: (n, k) @ (g, k, m)."""
     x, w = a.channels(call.inputs[0]), a.channels(call.inputs[1])

@@ -203,3 +203,15 @@ def test_threads_do_not_hear_of_each_other():
         stop.set()
         watcher.join()
     assert not errors and nn.Module.__call__ is call
+
+
+def test_a_custom_op_can_be_named_before_it_exists():
+    made = fxprune.pattern("fxprune_later::twice", layout=L)
+
+    @torch.library.custom_op("fxprune_later::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    with fxprune.patterns(made):
+        plan, small = check(net(lambda x: twice(x)), X)
+    assert small.a.out_features == 4 and not plan.notes
