@@ -6,6 +6,7 @@ proves that it computes what the masked model computes.
 
 from . import patterns  # type: ignore[attr-defined]
 from .api import prune
+from .compacting import compact
 from .errors import (
     InputError,
     ModelError,
@@ -37,6 +38,7 @@ __all__ = [
     "PruningWarning",
     "SettingError",
     "check_pattern",
+    "compact",
     "pattern",
     "patterns",
     "plan",

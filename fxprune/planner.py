@@ -78,6 +78,17 @@ def plan(
     settings = make_settings(
         sparsity, ignore, importance, round_to, bias, exact, attention, outputs
     )
+    return make_plan(model, example_input, settings, patterns, Planner)
+
+
+def make_plan(
+    model: nn.Module,
+    example_input: Any,
+    settings: Settings,
+    patterns: Iterable[Pattern],
+    planner: type[Planner],
+) -> PruningPlan:
+    """Record, relate, and let a planner choose."""
     check_model(model, example_input)
     check_names(model, settings)
 
@@ -92,8 +103,8 @@ def plan(
     with scope(*patterns, override=True), uncollected(), _naming_patterns():
         trace = record(model, example_input, settings.outputs)
         found = fusions.find(trace)  # before the first walk: they give nodes another meaning
-        relations = discover(trace, attention=attention)
-        return Planner(trace, relations, settings, trained, found).plan()
+        relations = discover(trace, attention=settings.attention)
+        return planner(trace, relations, settings, trained, found).plan()
 
 
 @contextlib.contextmanager
@@ -208,13 +219,8 @@ class Planner:
     def _attempt(self) -> Replay | None:
         """One round; None when it froze something and another is needed."""
         for group in self.groups:
-            self.removed[group.units] = False
-            if id(group) in self.scores and group.frozen is None:
-                choice = self._choice(group)
-                stays = choice.keep(self.asked[id(group)], self.settings.round_to)
-                if stays.all():
-                    group.frozen = self._why_nothing_goes(group)
-                self.removed[group.units] = ~stays
+            stays = self._stays(group)
+            self.removed[group.units] = False if stays is None else ~stays
         if self.settings.bias == "drop":
             self.silent = self.removed.copy()
         else:
@@ -234,6 +240,15 @@ class Planner:
             self._freeze(mismatch.units, mismatch.reason, mismatch.where, mismatch.line)
             return None
         return replay if self._write_code(replay) else None
+
+    def _stays(self, group: groups.Group) -> np.ndarray | None:
+        """For each unit of a group whether it is to stay; None where all do."""
+        if id(group) not in self.scores or group.frozen is not None:
+            return None
+        stays = self._choice(group).keep(self.asked[id(group)], self.settings.round_to)
+        if stays.all():
+            group.frozen = self._why_nothing_goes(group)
+        return stays
 
     def _why_nothing_goes(self, group: groups.Group) -> str:
         width, asked = len(group.units), self.asked[id(group)]
@@ -262,17 +277,22 @@ class Planner:
                         continue
                 break
             units = np.concatenate([u for u, _ in constants.lost])
-            if self.silent[units].all():
-                self._freeze_classes(
-                    units, "what its removed channels emit is multiplied there and is not 0",
-                    constants.lost[0][1], "",
-                )  # fmt: skip
+            if not self._lost(units, constants.lost[0][1]):
                 return False
-            self.silent[units] = True
         self.folds = folds(
             constants, self.carriers, self.relations.classes, self.trace.model,
             bias=self.settings.bias, exact=self.settings.exact,
         )  # fmt: skip
+        return True
+
+    def _lost(self, units: np.ndarray, where: str) -> bool:
+        """Units that no constant can stand for: silent ones say nothing; False where that is not
+        enough, and they were frozen."""
+        if self.silent[units].all():
+            reason = "what its removed channels emit is multiplied there and is not 0"
+            self._freeze_classes(units, reason, where, "")
+            return False
+        self.silent[units] = True
         return True
 
     def _choose_carriers(self, constants: Constants) -> None:
