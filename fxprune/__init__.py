@@ -4,7 +4,10 @@
 proves that it computes what the masked model computes.
 """
 
-from . import patterns  # type: ignore[attr-defined]
+from . import (
+    masks,
+    patterns,  # type: ignore[attr-defined]
+)
 from .api import prune
 from .compacting import compact
 from .errors import (
@@ -39,6 +42,7 @@ __all__ = [
     "SettingError",
     "check_pattern",
     "compact",
+    "masks",
     "pattern",
     "patterns",
     "plan",

@@ -1,198 +1,281 @@
-"""Switching units off without changing shapes: parametrizations on parameters and buffers."""
+"""Masks on any parameter or buffer of any module, as parametrizations.
+
+The methods of ``torch.nn.utils.prune`` and of ``torch.ao.pruning``'s sparsifiers, in one place::
+
+    masks.l1_unstructured(model.fc, "weight", amount=0.5)
+    masks.ln_structured(model.conv, "weight", amount=0.25, n=2, dim=0)
+    masks.block_norm(model.fc, "weight", sparse_block_shape=(1, 4), zeros_per_block=2)  # 2:4
+
+A masked entry is zero, gets no gradient, and is kept in the state dict beside the tensor. Another
+mask on the same tensor ranks only what the first has left. The parameter object stays the same, so
+optimizers stay valid. :func:`remove` makes a mask final; :func:`fxprune.compact` takes out of the
+model what masks have made dead. A method that raises leaves the module as it was.
+
+``amount`` is a fraction in [0, 1] or a count of what earlier masks have left.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
-from .channels import SourceAxis
-from .errors import PlanError
-from .fold import Folds, Shift
-from .running import copy_model, read_attribute
+from . import mask_methods as methods
+from .errors import SettingError
+from .leftovers import from_torch_prune, to_torch_prune
+from .mask import Mask, mask_of, masked_names, parametrizations, put_on, take_off
 
-
-class Mask(nn.Module):
-    """Parametrization: zero where ``keep`` is False. Masked entries get no gradient."""
-
-    keep: Tensor
-
-    def __init__(self, keep: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("keep", keep)
-
-    def forward(self, tensor: Tensor) -> Tensor:
-        return torch.where(
-            self.keep, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device)
-        )
-
-    def right_inverse(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-
-def mask(plan: Any, model: nn.Module) -> nn.Module:
-    """See :meth:`fxprune.plan.PruningPlan.mask`."""
-    check_fits(plan, model)
-    folds = plan.folds(model)
-    keeps = keep_masks(plan, folds)
-    masked = copy_model(model)
-    bake(masked)
-    owners = _owners(masked)
-    for module in masked.modules():
-        own_class(module)
-    for name, keep in keeps.items():
-        path, _, attribute = name.rpartition(".")
-        tensor = read_attribute(masked, name)
-        keep = keep.to(tensor.device)
-        for module, key in owners.get(id(tensor), [(masked.get_submodule(path), attribute)]):
-            parametrize.register_parametrization(module, key, Mask(keep))
-            _use_masked_weights(module)
-    with torch.no_grad():
-        for shift in folds.shifts:
-            if shift.masked_too:
-                add_shift(masked, shift)
-                if not shift.name:  # a bias that the masks made is none of dead channels
-                    module = masked.get_submodule(shift.path)
-                    own_class(module)
-                    keep = live_rows(plan, shift.path).to(shift.delta.device)
-                    parametrize.register_parametrization(module, shift.attribute, Mask(keep))
-    return masked
+__all__ = [
+    "block_norm",
+    "custom_from_mask",
+    "fpgm",
+    "from_torch_prune",
+    "global_unstructured",
+    "identity",
+    "is_pruned",
+    "l1_unstructured",
+    "ln_structured",
+    "mask_of",
+    "nearly_diagonal",
+    "random_structured",
+    "random_unstructured",
+    "remove",
+    "sparsity",
+    "to_semi_structured",
+    "to_torch_prune",
+]
 
 
-def keep_masks(plan: Any, folds: Folds) -> dict[str, Tensor]:
-    """For each tensor a mask touches, True where the masked model keeps its value."""
-    keeps: dict[str, Tensor] = {}
-
-    def block(axis: SourceAxis, off: Tensor) -> None:
-        if not bool(off.any()):
-            return
-        keep = keeps.setdefault(axis.name, torch.ones(axis.tensor_shape, dtype=torch.bool))
-        shape = [n if d in axis.dims else 1 for d, n in enumerate(axis.view)]
-        keeps[axis.name] = (keep.reshape(axis.view) & ~off.reshape(shape)).reshape(
-            axis.tensor_shape
-        )
-
-    for axis in plan._relations.sources:
-        dead, silent = plan.flags("removed", axis), plan.flags("silent", axis)
-        whole = torch.Size(axis.view).numel() == axis.size
-        if axis.role in ("out", "scale") or (axis.role.startswith("bare") and not whole):
-            block(axis, dead)
-        elif axis.role == "shift" or axis.role.startswith("bare"):
-            block(axis, silent)
-    for axis, columns in folds.dropped.values():
-        block(axis, columns)
-    return keeps
+def identity(module: nn.Module, name: str) -> nn.Module:
+    """A mask that keeps everything."""
+    return _apply(module, name, lambda scores, keep: keep)
 
 
-def live_rows(plan: Any, path: str) -> Tensor:
-    """For each output of the layer at ``path``, whether it is not masked."""
-    axis = next(
-        (
-            a
-            for a in plan._relations.sources
-            if a.role == "out" and a.name.rpartition(".")[0] == path
-        ),
-        None,
+def random_unstructured(
+    module: nn.Module, name: str, amount: float, *, generator: torch.Generator | None = None
+) -> nn.Module:
+    """Zero entries drawn at random."""
+    return _apply(module, name, lambda s, keep: methods.random_entries(s, keep, amount, generator))
+
+
+def l1_unstructured(
+    module: nn.Module, name: str, amount: float, importance_scores: Tensor | None = None
+) -> nn.Module:
+    """Zero the entries of smallest absolute value, or of smallest ``importance_scores``."""
+    return _apply(module, name, lambda s, k: methods.smallest(s, k, amount), importance_scores)
+
+
+def random_structured(
+    module: nn.Module, name: str, amount: float, dim: int, *,
+    generator: torch.Generator | None = None,
+) -> nn.Module:  # fmt: skip
+    """Zero whole slices along ``dim``, drawn at random."""
+    return _apply(
+        module, name, lambda s, keep: methods.random_slices(s, keep, amount, dim, generator)
     )
-    return torch.ones(()) > 0 if axis is None else ~plan.flags("removed", axis).reshape(-1)
 
 
-def add_shift(model: nn.Module, shift: Shift) -> None:
-    """Add a constant to a module's tensor, making the bias where there is none."""
-    module = model.get_submodule(shift.path)
-    current = getattr(module, shift.attribute, None)
-    if current is None:
-        like = next(module.parameters())
-        made = nn.Parameter(shift.delta.to(like), requires_grad=like.requires_grad)
-        module.register_parameter(shift.attribute, made)
+def ln_structured(
+    module: nn.Module, name: str, amount: float, n: Any, dim: int,
+    importance_scores: Tensor | None = None,
+) -> nn.Module:  # fmt: skip
+    """Zero the slices along ``dim`` of smallest Lₙ norm, of the tensor or of the scores."""
+    return _apply(
+        module, name, lambda s, keep: methods.slices_of_norm(s, keep, amount, n, dim),
+        importance_scores,
+    )  # fmt: skip
+
+
+def fpgm(
+    module: nn.Module, name: str, amount: float, dim: int = 0, distance: Any = 2,
+    importance_scores: Tensor | None = None,
+) -> nn.Module:  # fmt: skip
+    """Zero the slices nearest to the geometric median of all (He et al., arXiv 1811.00250).
+
+    ``distance``: 1, 2 or a function of the slices as rows (n, m) that gives distances (n, n).
+    """
+    return _apply(
+        module, name, lambda s, keep: methods.slices_near_median(s, keep, amount, dim, distance),
+        importance_scores,
+    )  # fmt: skip
+
+
+def block_norm(
+    module: nn.Module,
+    name: str,
+    sparsity_level: float = 1.0,
+    sparse_block_shape: tuple[int, int] = (1, 4),
+    zeros_per_block: int | None = None,
+    norm: Any = 2,
+    importance_scores: Tensor | None = None,
+) -> nn.Module:
+    """Zero entries by blocks of the last two dimensions.
+
+    Args:
+        sparsity_level: the share of blocks, those of smallest norm, that lose entries.
+        sparse_block_shape: rows and columns of a block.
+        zeros_per_block: how many entries such a block loses, the smallest; by default all.
+            With ``sparse_block_shape=(1, 4)``, 2 makes 2:4 sparsity.
+        norm: 1, 2 or a function of the tensor that gives one value an entry.
+    """
+    size = sparse_block_shape[0] * sparse_block_shape[1]
+    zeros = size if zeros_per_block is None else zeros_per_block
+    return _apply(
+        module, name,
+        lambda s, keep: methods.blocks(s, keep, sparsity_level, sparse_block_shape, zeros, norm),
+        importance_scores,
+    )  # fmt: skip
+
+
+def nearly_diagonal(module: nn.Module, name: str, nearliness: int = 1) -> nn.Module:
+    """Keep the ``nearliness`` diagonals (an odd number) around the main one of a matrix."""
+    return _apply(module, name, lambda s, keep: methods.diagonal(s, keep, nearliness))
+
+
+def custom_from_mask(module: nn.Module, name: str, mask: Tensor) -> nn.Module:
+    """Zero the entries where ``mask``, a tensor of the same shape, is 0 or False."""
+
+    def method(scores: Tensor, keep: Tensor) -> Tensor:
+        if not isinstance(mask, Tensor) or mask.shape != keep.shape:
+            found = tuple(mask.shape) if isinstance(mask, Tensor) else mask
+            raise SettingError(f"mask: {found} is not a tensor of shape {tuple(keep.shape)}")
+        return keep & (mask.to(keep.device) != 0)
+
+    return _apply(module, name, method)
+
+
+def global_unstructured(
+    parameters: Iterable[tuple[nn.Module, str]],
+    amount: float,
+    method: str | Callable[[Tensor, Tensor, float], Tensor] = "l1",
+    *,
+    importance_scores: Mapping[tuple[nn.Module, str], Tensor] | None = None,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Zero entries of several tensors, ranked all together.
+
+    Args:
+        parameters: ``(module, name)`` of each tensor.
+        method: ``"l1"``, ``"random"`` or ``f(scores, keep, amount) -> keep`` on flat tensors.
+        importance_scores: for some of the tensors, what is ranked in their place.
+    """
+    places = [_place(module, name) for module, name in parameters]
+    if not places:
+        raise SettingError("global_unstructured: no parameters were given")
+    given = importance_scores or {}
+    scores = [_scores(m, n, given.get((m, n))) for m, n in places]
+    keeps = [mask_of(m, n) for m, n in places]
+    flat, left = (torch.cat([t.reshape(-1) for t in ts]) for ts in (scores, keeps))
+    if callable(method):
+        kept = method(flat, left, amount)
+    elif method == "l1":
+        kept = methods.smallest(flat, left, amount)
+    elif method == "random":
+        kept = methods.random_entries(flat, left, amount, generator)
     else:
-        target = current
-        if parametrize.is_parametrized(module, shift.attribute):
-            target = parametrizations(module)[shift.attribute].original
-        target.data = target.data + shift.delta.to(target).reshape(target.shape)
+        raise SettingError(f"method={method!r} is neither 'l1', 'random' nor a function")
+    parts = kept.split([t.numel() for t in keeps])
+    for (module, name), keep, part in zip(places, keeps, parts, strict=True):
+        put_on(module, name, part.reshape(keep.shape))
 
 
-def parametrizations(module: nn.Module) -> Any:
-    """The module's parametrizations by tensor name; empty where it has none."""
-    return getattr(module, "parametrizations", {})
+def remove(module: nn.Module, name: str) -> nn.Module:
+    """Take the masks off a tensor, which keeps its zeros.
+
+    Raises:
+        SettingError: it has none.
+    """
+    if name not in masked_names(_module(module)):
+        raise SettingError(f"{name!r} of {type(module).__name__} has no mask that could be removed")
+    take_off(module, name)
+    return module
 
 
-def own_class(module: nn.Module) -> None:
-    """Copies of a parametrized module share the class that holds its properties: give it its own,
-    so that adding or removing one leaves the other copies alone."""
-    if parametrize.is_parametrized(module):
-        cls = type(module)
-        space = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
-        module.__class__ = type(cls.__name__, cls.__bases__, space)
+def is_pruned(module: nn.Module) -> bool:
+    """Whether a tensor of the module, or of one inside it, has a mask of fxprune's."""
+    return any(isinstance(m, Mask) for m in module.modules())
 
 
-def bake(model: nn.Module) -> None:
-    """Take fxprune's own masks off, leaving what they make of their tensors."""
-    for module in list(model.modules()):
-        if not parametrize.is_parametrized(module):
-            continue
-        own_class(module)
-        for name, chain in list(parametrizations(module).items()):
-            if not any(isinstance(p, Mask) for p in chain):
-                continue
-            if all(isinstance(p, Mask) for p in chain):
-                parametrize.remove_parametrizations(module, name, leave_parametrized=True)
-            else:
-                masked = getattr(module, name).detach()
-                for i in reversed(range(len(chain))):
-                    if isinstance(chain[i], Mask):
-                        del chain[i]
-                setattr(module, name, masked)
+def sparsity(module: nn.Module) -> dict[str, float]:
+    """The share of masked entries of each masked tensor, by name."""
+    return {
+        f"{path}.{name}" if path else name: float((~mask_of(m, name)).double().mean())
+        for path, m in module.named_modules() for name in masked_names(m)
+    }  # fmt: skip
 
 
-def is_masked(model: nn.Module) -> bool:
-    return any(isinstance(m, Mask) for m in model.modules())
+def to_semi_structured(model: nn.Module) -> list[str]:
+    """Hand masked 2:4 weights of linear layers to PyTorch's sparse kernels, in place.
+
+    Only those whose mask leaves two of every four entries of a row at most; their masks become
+    final. For inference on a GPU of compute capability 8.0 or more, in half precision.
+
+    Returns:
+        Paths of the layers that were converted.
+
+    Raises:
+        SettingError: no masked weight of a linear layer is 2:4 and on such a GPU.
+    """
+    found = []
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and "weight" in masked_names(module):
+            kept = mask_of(module, "weight")
+            fours = kept.shape[1] % 4 == 0 and int(kept.unflatten(1, (-1, 4)).sum(-1).max()) <= 2
+            if fours and kept.is_cuda and torch.cuda.get_device_capability(kept.device) >= (8, 0):
+                found.append((path, module))
+    if not found:
+        raise SettingError(
+            "no linear layer has a 2:4 mask (block_norm with sparse_block_shape=(1, 4) and "
+            "zeros_per_block=2) and lies on a GPU of compute capability 8.0 or more"
+        )
+    for _, module in found:
+        take_off(module, "weight")
+        sparse = torch.sparse.to_sparse_semi_structured(module.weight.detach())
+        module.weight = nn.Parameter(sparse, requires_grad=False)
+    return [path for path, _ in found]
 
 
-def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """For each tensor of the model, all modules that hold it: a tied one is masked in each."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None:
-                owners.setdefault(id(tensor), []).append((module, key))
-    return owners
+def _apply(
+    module: nn.Module, name: str, method: methods.Method, importance_scores: Tensor | None = None
+) -> nn.Module:
+    """Everything is worked out before the module is touched."""
+    module, name = _place(module, name)
+    keep = mask_of(module, name)
+    scores = _scores(module, name, importance_scores)
+    put_on(module, name, method(scores, keep))
+    return module
 
 
-def _use_masked_weights(module: nn.Module) -> None:
-    """nn.RNNBase reads a list of its weights that parametrizations do not reach."""
-    if isinstance(module, nn.RNNBase) and not isinstance(
-        vars(type(module)).get("_flat_weights"), property
-    ):
-
-        def get(self: Any) -> list[Any]:
-            return [getattr(self, name) for name in self._flat_weights_names]
-
-        type(module)._flat_weights = property(get, lambda self, value: None)  # type: ignore[assignment]
+def _module(module: Any) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise SettingError(f"{module!r} is not a torch.nn.Module")
+    return module
 
 
-def check_fits(plan: Any, model: nn.Module) -> None:
-    """Raise unless ``model`` has the tensors the plan speaks of, in the same shapes."""
-    if not isinstance(model, nn.Module):
-        raise PlanError(f"{model!r} is not a torch.nn.Module")
-    if any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
-        raise PlanError("the model is on the meta device and has no values; load weights first")
-    for axis in plan._relations.sources:
-        if axis.name in plan._trace.constants:
-            continue
-        try:
-            tensor = read_attribute(model, axis.name)
-        except AttributeError:
-            tensor = None
-        if not isinstance(tensor, Tensor):
-            raise PlanError(
-                f"the plan was made for a model with {axis.name}, which this "
-                f"{type(model).__name__} lacks; make a new plan for it"
-            )
-        if tuple(tensor.shape) != axis.tensor_shape:
-            raise PlanError(
-                f"{axis.name} has shape {tuple(tensor.shape)}, the plan was made for "
-                f"{axis.tensor_shape}; was the model pruned already? Make a new plan for it"
-            )
+def _place(module: Any, name: str) -> tuple[nn.Module, str]:
+    own = [*_module(module)._parameters, *module._buffers, *parametrizations(module)]
+    if name not in own or getattr(module, name) is None:
+        raise SettingError(
+            f"{type(module).__name__} has no parameter or buffer {name!r}; it has "
+            f"{', '.join(own) or 'none of its own'}"
+        )
+    return module, name
+
+
+def _scores(module: nn.Module, name: str, given: Tensor | None) -> Tensor:
+    value = getattr(module, name).detach()
+    if given is None:
+        # As PyTorch does, of the values beneath the masks; those of other parametrizations are not
+        # there to be read.
+        chain: Any = parametrizations(module)[name] if name in masked_names(module) else ()
+        only_masks = len(chain) > 0 and all(isinstance(p, Mask) for p in chain)
+        return chain.original.detach() if only_masks else value
+    if not isinstance(given, Tensor) or given.shape != value.shape:
+        found = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        raise SettingError(
+            f"importance_scores: {found} is not a tensor of the shape of {name}, "
+            f"{tuple(value.shape)}"
+        )
+    return given.detach().to(value.device)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import masks, report, rewrite
+from . import masking, report, rewrite
 from .channels import SourceAxis
 from .code import Borrowed, Code
 from .constants import Constants
@@ -100,7 +100,7 @@ class PruningPlan:
         Shapes stay as they are; removed channels emit their constant. The copy trains (masked
         slices do not come back) and can be given to :meth:`apply`.
         """
-        return masks.mask(self, model)
+        return masking.mask(self, model)
 
     def apply(self, model: nn.Module, *, inplace: bool = False) -> nn.Module:
         """``model`` without the removed channels: same class, smaller tensors.

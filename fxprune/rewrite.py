@@ -14,7 +14,8 @@ from .code import rewritten_class
 from .errors import ModelError
 from .fold import Carry, Folds
 from .kept import shrink
-from .masks import bake, check_fits, is_masked, keep_masks, parametrizations
+from .mask import bake, is_masked, parametrizations
+from .masking import check_fits, keep_masks
 from .running import copy_model, read_attribute, uncollected
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fxprune
 from fxprune import groups
-from fxprune.masks import own_class
+from fxprune.mask import own_class
 from fxprune.proof import prove
 
 TOLERANCE = 1e-9

@@ -39,7 +39,7 @@ def test_all_exports_are_pinned_and_exist():
     assert fxprune.__all__ == [
         "ChannelGroup", "InputError", "ModelError", "Pattern", "PatternError", "PlanError",
         "ProofError", "PruningError", "PruningPlan", "PruningWarning", "SettingError",
-        "check_pattern", "compact", "pattern", "patterns", "plan", "prune", "register", "trace",
-        "unregister",
+        "check_pattern", "compact", "masks", "pattern", "patterns", "plan", "prune", "register",
+        "trace", "unregister",
     ]  # fmt: skip
     assert all(hasattr(fxprune, name) for name in fxprune.__all__)

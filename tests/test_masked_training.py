@@ -10,7 +10,7 @@ import torch
 
 from .oracle import difference, run
 from .snapshot import Snapshot
-from .test_masks import MODELS, make, masks
+from .test_masking import MODELS, make, masks
 
 
 def train(model, x, steps=3):

@@ -1,0 +1,121 @@
+"""The mask: a parametrization that holds some entries of a tensor at zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+
+class Mask(nn.Module):
+    """Parametrization: zero where ``keep`` is False. Masked entries get no gradient."""
+
+    keep: Tensor
+
+    def __init__(self, keep: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("keep", keep)
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        return torch.where(
+            self.keep, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+        )
+
+    def right_inverse(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def parametrizations(module: nn.Module) -> Any:
+    """The module's parametrizations by tensor name; empty where it has none."""
+    return getattr(module, "parametrizations", {})
+
+
+def own_class(module: nn.Module) -> None:
+    """Copies of a parametrized module share the class that holds its properties: give it its own,
+    so that adding or removing one leaves the other copies alone."""
+    if parametrize.is_parametrized(module):
+        cls = type(module)
+        space = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+        module.__class__ = type(cls.__name__, cls.__bases__, space)
+
+
+def bake(model: nn.Module) -> None:
+    """Take fxprune's own masks off, leaving what they make of their tensors."""
+    for module in list(model.modules()):
+        for name in masked_names(module):
+            take_off(module, name)
+
+
+def masked_names(module: nn.Module) -> list[str]:
+    """Tensors of a module (not of its children) that one of our masks is on."""
+    chains = parametrizations(module).items()
+    return [name for name, chain in chains if any(isinstance(p, Mask) for p in chain)]
+
+
+def take_off(module: nn.Module, name: str) -> None:
+    """Take the masks off one tensor, leaving what they make of it."""
+    own_class(module)
+    chain = parametrizations(module)[name]
+    if all(isinstance(p, Mask) for p in chain):
+        parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+        return
+    masked = getattr(module, name).detach()
+    for i in reversed(range(len(chain))):
+        if isinstance(chain[i], Mask):
+            del chain[i]
+    setattr(module, name, masked)
+
+
+def put_on(module: nn.Module, name: str, keep: Tensor) -> None:
+    """Mask a tensor; one that is masked already by both masks together."""
+    own_class(module)
+    for p in parametrizations(module)[name] if name in masked_names(module) else ():
+        if isinstance(p, Mask):
+            p.keep = p.keep & keep.to(p.keep.device)
+            return
+    parametrize.register_parametrization(module, name, Mask(keep))
+    use_masked_weights(module)
+    # PyTorch's class for parametrized modules refuses to be pickled: it is made anew on loading.
+    type(module).__reduce_ex__ = _reduce  # type: ignore[method-assign,assignment]
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    return _load, (type(self).__bases__[0], self.__dict__)
+
+
+def _load(base: type, state: dict[str, Any]) -> Any:
+    module: Any = object.__new__(base)
+    module.__dict__.update(state)
+    parametrize._inject_new_class(module)
+    for name in module.parametrizations:
+        parametrize._inject_property(module, name)
+    use_masked_weights(module)
+    type(module).__reduce_ex__ = _reduce  # type: ignore[method-assign,assignment]
+    return module
+
+
+def mask_of(module: nn.Module, name: str) -> Tensor:
+    """True where a tensor is not masked: bool, of its shape."""
+    value = getattr(module, name)
+    keep = torch.ones(value.shape, dtype=torch.bool, device=value.device)
+    for p in parametrizations(module)[name] if name in masked_names(module) else ():
+        keep = keep & p.keep if isinstance(p, Mask) else keep
+    return keep
+
+
+def is_masked(model: nn.Module) -> bool:
+    return any(isinstance(m, Mask) for m in model.modules())
+
+
+def use_masked_weights(module: nn.Module) -> None:
+    """nn.RNNBase reads a list of its weights that parametrizations do not reach."""
+    if isinstance(module, nn.RNNBase) and not isinstance(
+        vars(type(module)).get("_flat_weights"), property
+    ):
+
+        def get(self: Any) -> list[Any]:
+            return [getattr(self, name) for name in self._flat_weights_names]
+
+        type(module)._flat_weights = property(get, lambda self, value: None)  # type: ignore[assignment]

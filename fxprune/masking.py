@@ -1,0 +1,131 @@
+"""A plan's masks: removed units switched off without changing shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from .channels import SourceAxis
+from .errors import PlanError
+from .fold import Folds, Shift
+from .mask import Mask, bake, own_class, parametrizations, put_on
+from .running import copy_model, read_attribute
+
+
+def mask(plan: Any, model: nn.Module) -> nn.Module:
+    """See :meth:`fxprune.plan.PruningPlan.mask`."""
+    check_fits(plan, model)
+    folds = plan.folds(model)
+    keeps = keep_masks(plan, folds)
+    masked = copy_model(model)
+    bake(masked)
+    owners = _owners(masked)
+    for module in masked.modules():
+        own_class(module)
+    for name, keep in keeps.items():
+        path, _, attribute = name.rpartition(".")
+        tensor = read_attribute(masked, name)
+        keep = keep.to(tensor.device)
+        for module, key in owners.get(id(tensor), [(masked.get_submodule(path), attribute)]):
+            put_on(module, key, keep)
+    with torch.no_grad():
+        for shift in folds.shifts:
+            if shift.masked_too:
+                add_shift(masked, shift)
+                if not shift.name:  # a bias that the masks made is none of dead channels
+                    module = masked.get_submodule(shift.path)
+                    own_class(module)
+                    keep = live_rows(plan, shift.path).to(shift.delta.device)
+                    parametrize.register_parametrization(module, shift.attribute, Mask(keep))
+    return masked
+
+
+def keep_masks(plan: Any, folds: Folds) -> dict[str, Tensor]:
+    """For each tensor a mask touches, True where the masked model keeps its value."""
+    keeps: dict[str, Tensor] = {}
+
+    def block(axis: SourceAxis, off: Tensor) -> None:
+        if not bool(off.any()):
+            return
+        keep = keeps.setdefault(axis.name, torch.ones(axis.tensor_shape, dtype=torch.bool))
+        shape = [n if d in axis.dims else 1 for d, n in enumerate(axis.view)]
+        keeps[axis.name] = (keep.reshape(axis.view) & ~off.reshape(shape)).reshape(
+            axis.tensor_shape
+        )
+
+    for axis in plan._relations.sources:
+        dead, silent = plan.flags("removed", axis), plan.flags("silent", axis)
+        whole = torch.Size(axis.view).numel() == axis.size
+        if axis.role in ("out", "scale") or (axis.role.startswith("bare") and not whole):
+            block(axis, dead)
+        elif axis.role == "shift" or axis.role.startswith("bare"):
+            block(axis, silent)
+    for axis, columns in folds.dropped.values():
+        block(axis, columns)
+    return keeps
+
+
+def live_rows(plan: Any, path: str) -> Tensor:
+    """For each output of the layer at ``path``, whether it is not masked."""
+    axis = next(
+        (
+            a
+            for a in plan._relations.sources
+            if a.role == "out" and a.name.rpartition(".")[0] == path
+        ),
+        None,
+    )
+    return torch.ones(()) > 0 if axis is None else ~plan.flags("removed", axis).reshape(-1)
+
+
+def add_shift(model: nn.Module, shift: Shift) -> None:
+    """Add a constant to a module's tensor, making the bias where there is none."""
+    module = model.get_submodule(shift.path)
+    current = getattr(module, shift.attribute, None)
+    if current is None:
+        like = next(module.parameters())
+        made = nn.Parameter(shift.delta.to(like), requires_grad=like.requires_grad)
+        module.register_parameter(shift.attribute, made)
+    else:
+        target = current
+        if parametrize.is_parametrized(module, shift.attribute):
+            target = parametrizations(module)[shift.attribute].original
+        target.data = target.data + shift.delta.to(target).reshape(target.shape)
+
+
+def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """For each tensor of the model, all modules that hold it: a tied one is masked in each."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                owners.setdefault(id(tensor), []).append((module, key))
+    return owners
+
+
+def check_fits(plan: Any, model: nn.Module) -> None:
+    """Raise unless ``model`` has the tensors the plan speaks of, in the same shapes."""
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"{model!r} is not a torch.nn.Module")
+    if any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
+        raise PlanError("the model is on the meta device and has no values; load weights first")
+    for axis in plan._relations.sources:
+        if axis.name in plan._trace.constants:
+            continue
+        try:
+            tensor = read_attribute(model, axis.name)
+        except AttributeError:
+            tensor = None
+        if not isinstance(tensor, Tensor):
+            raise PlanError(
+                f"the plan was made for a model with {axis.name}, which this "
+                f"{type(model).__name__} lacks; make a new plan for it"
+            )
+        if tuple(tensor.shape) != axis.tensor_shape:
+            raise PlanError(
+                f"{axis.name} has shape {tuple(tensor.shape)}, the plan was made for "
+                f"{axis.tensor_shape}; was the model pruned already? Make a new plan for it"
+            )
