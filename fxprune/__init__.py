@@ -4,10 +4,9 @@
 proves that it computes what the masked model computes.
 """
 
-from . import (
-    masks,
-    patterns,  # type: ignore[attr-defined]
-)
+import fxprune.patterns as patterns
+
+from . import masks
 from .api import prune
 from .compacting import compact
 from .errors import (

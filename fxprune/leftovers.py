@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
@@ -49,7 +51,7 @@ def from_torch_prune(model: nn.Module) -> nn.Module:
     """
     for module in model.modules():
         for name in pruned_names(module):
-            mask = module._buffers.pop(f"{name}_mask")
+            mask: Any = module._buffers.pop(f"{name}_mask")
             original = module._parameters.pop(f"{name}_orig")
             for key, hook in list(module._forward_pre_hooks.items()):
                 if isinstance(hook, prune.BasePruningMethod) and hook._tensor_name == name:
@@ -58,7 +60,7 @@ def from_torch_prune(model: nn.Module) -> nn.Module:
             module.register_parameter(name, original)
             put_on(module, name, mask != 0)
         for name in sparsified_names(module):
-            masks = [p.mask for p in parametrizations(module)[name]]
+            masks: list[torch.Tensor] = [p.mask for p in parametrizations(module)[name]]
             _uncover(module, name)
             for mask in masks:
                 put_on(module, name, mask != 0)

@@ -75,7 +75,8 @@ def put_on(module: nn.Module, name: str, keep: Tensor) -> None:
         if isinstance(p, Mask):
             p.keep = p.keep & keep.to(p.keep.device)
             return
-    parametrize.register_parametrization(module, name, Mask(keep))
+    # A mask changes neither shape nor type: PyTorch need not run it to see.
+    parametrize.register_parametrization(module, name, Mask(keep), unsafe=True)
     use_masked_weights(module)
     # PyTorch's class for parametrized modules refuses to be pickled: it is made anew on loading.
     type(module).__reduce_ex__ = _reduce  # type: ignore[method-assign,assignment]

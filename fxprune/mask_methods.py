@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 from .errors import SettingError
 
+_SHORT = 8  # entries of a block that are ranked by comparing each with each
+
 
 def count(amount: float, size: int) -> int:
     """How many of ``size`` an amount is: a fraction in [0, 1], or a number of them.
@@ -35,7 +37,7 @@ def count(amount: float, size: int) -> int:
 
 def smallest(scores: Tensor, keep: Tensor, amount: float) -> Tensor:
     """Without the entries of smallest absolute score (Han et al., arXiv 1506.02626)."""
-    left = scores[keep]
+    left = scores.reshape(-1) if bool(keep.all()) else scores[keep]
     gone = torch.topk(left.abs(), count(amount, left.numel()), largest=False).indices
     return _without(keep, gone)
 
@@ -50,16 +52,18 @@ def random_entries(scores: Tensor, keep: Tensor, amount: float, generator: Any =
 
 def _without(keep: Tensor, gone: Tensor) -> Tensor:
     """``keep`` without some of its kept entries, counted among these."""
-    left = torch.ones(int(keep.sum()), dtype=torch.bool, device=keep.device)
+    whole = bool(keep.all())  # nothing to count around
+    size = keep.numel() if whole else int(keep.sum())
+    left = torch.ones(size, dtype=torch.bool, device=keep.device)
     left[gone] = False
-    return keep.masked_scatter(keep, left)
+    return left.reshape(keep.shape) if whole else keep.masked_scatter(keep, left)
 
 
 def slices_of_norm(scores: Tensor, keep: Tensor, amount: float, n: Any, dim: int) -> Tensor:
     """Without the slices along ``dim`` of smallest Lₙ norm (Li et al., arXiv 1608.08710), for
     any order of :func:`torch.linalg.vector_norm`, ``"fro"`` or ``"nuc"``."""
     dim, left = _slices(scores, keep, dim)
-    part = scores.index_select(dim, left)
+    part = _rows(scores, dim, left)
     rest = [d for d in range(scores.dim()) if d != dim]
     if n == "nuc" or (n == "fro" and len(rest) == 2):
         over = rest if len(rest) == 2 else (-2, -1)
@@ -84,7 +88,7 @@ def slices_near_median(
     """Without the slices along ``dim`` that are nearest to all others: FPGM (He et al., arXiv
     1811.00250). ``distance``: 1, 2 or ``f(rows) -> (n, n)``."""
     dim, left = _slices(scores, keep, dim)
-    flat = scores.index_select(dim, left).movedim(dim, 0).reshape(len(left), -1)
+    flat = _rows(scores, dim, left).movedim(dim, 0).reshape(len(left), -1)
     flat = flat if flat.dtype.itemsize >= 4 else flat.float()
     if not callable(distance) and distance not in (1, 2):
         raise SettingError(f"distance={distance!r} is neither 1, 2 nor a function of the rows")
@@ -99,8 +103,12 @@ def _slices(scores: Tensor, keep: Tensor, dim: int) -> tuple[int, Tensor]:
     if not -scores.dim() <= dim < scores.dim():
         raise SettingError(f"dim={dim} is no dimension of a tensor of shape {tuple(scores.shape)}")
     dim %= scores.dim()
-    rest = [d for d in range(scores.dim()) if d != dim]
-    return dim, torch.nonzero(keep.sum(rest)).reshape(-1)
+    rows = keep.movedim(dim, 0).flatten(1).any(1)
+    return dim, torch.nonzero(rows).reshape(-1)
+
+
+def _rows(scores: Tensor, dim: int, left: Tensor) -> Tensor:
+    return scores if len(left) == scores.shape[dim] else scores.index_select(dim, left)
 
 
 def _without_slices(keep: Tensor, dim: int, left: Tensor, ranks: Tensor, amount: float) -> Tensor:
@@ -134,18 +142,43 @@ def blocks(
     if not level or not zeros:
         return keep
     values = norm(scores) if callable(norm) else scores.abs() if norm == 1 else scores * scores
-    values = torch.where(keep, values, 0)
+    if not bool(keep.all()):
+        values = torch.where(keep, values, 0)
     inside = _in_blocks(values, shape, torch.nan)  # (blocks, entries)
-    means = inside.nanmean(1)
-    number = max(0, min(len(means) - 1, round(level * len(means)))) if level < 1 else len(means)
-    chosen = torch.topk(means, number, largest=False).indices
-    stay = torch.ones(inside.shape, dtype=torch.bool, device=keep.device)
-    if zeros == size:
-        stay[chosen] = False
+    if level == 1:
+        stay = _all_but_smallest(inside, zeros)
     else:
-        low = torch.topk(inside[chosen], zeros, dim=1, largest=False).indices
-        stay[chosen] = stay[chosen].scatter(1, low, False)
+        means = inside.nanmean(1) if inside.numel() != values.numel() else inside.mean(1)
+        number = max(0, min(len(means) - 1, round(level * len(means))))
+        chosen = _smallest_of(means, number)
+        stay = ~chosen[:, None].expand_as(inside)
+        if zeros < size:
+            stay = stay | _all_but_smallest(inside, zeros)
     return keep & _out_of_blocks(stay, scores.shape, shape)
+
+
+def _smallest_of(values: Tensor, number: int) -> Tensor:
+    """Where the ``number`` smallest are; of equal ones the first. Faster than ``topk`` of many."""
+    if not number:
+        return torch.zeros_like(values, dtype=torch.bool)
+    limit = torch.kthvalue(values, number).values
+    below, level = values < limit, values == limit
+    return below | (level & (level.cumsum(0) <= number - below.sum()))
+
+
+def _all_but_smallest(rows: Tensor, zeros: int) -> Tensor:
+    """Where the entries of each row are not among its ``zeros`` smallest; NaN is the largest."""
+    size = rows.shape[1]
+    if size > _SHORT or zeros == size:
+        low = torch.topk(rows, zeros, dim=1, largest=False).indices
+        return torch.ones_like(rows, dtype=torch.bool).scatter_(1, low, False)
+    rows = rows.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    rank = torch.zeros_like(rows, dtype=torch.int8)  # counting beats sorting in rows this short
+    for i in range(size):
+        one = rows[:, i : i + 1]
+        rank[:, :i] += one < rows[:, :i]
+        rank[:, i:] += one <= rows[:, i:]
+    return rank > zeros
 
 
 def _in_blocks(x: Tensor, shape: tuple[int, int], fill: float) -> Tensor:
@@ -175,8 +208,7 @@ def diagonal(scores: Tensor, keep: Tensor, nearliness: int) -> Tensor:
         )
     if nearliness <= 0:
         return torch.zeros_like(keep)
-    rows, columns = (torch.arange(n, device=keep.device) for n in scores.shape)
-    return keep & ((rows[:, None] - columns).abs() <= reach)
+    return keep.tril(reach).triu(-reach)
 
 
 Method = Callable[[Tensor, Tensor], Tensor]
