@@ -8,13 +8,16 @@ all: a unit stays where that cannot be.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from . import groups
+from .channels import SourceAxis
+from .constants import Constants
 from .discover import Relations
 from .errors import ProofError
 from .leftovers import made_plain
@@ -23,6 +26,7 @@ from .planner import Planner, make_plan
 from .proof import largest_error, tolerance
 from .pruning_plan import PruningPlan
 from .recording import Trace
+from .replay import Replay
 from .rewrite import apply_with_journal
 from .running import outputs
 from .select import Choice
@@ -81,8 +85,20 @@ def plan_compact(
     return make_plan(model, example_input, settings, patterns, Compactor)
 
 
+class AsTheyAre(Constants):
+    """What dead units say without a mask: norms go on scaling them."""
+
+    def _born(self, axis: SourceAxis, units: Tensor) -> Tensor:
+        return super()._born(replace(axis, role="stat") if axis.role == "scale" else axis, units)
+
+
 class Compactor(Planner):
     """Chooses what is dead, and nothing else."""
+
+    constants = AsTheyAre
+
+    def _result(self, replay: Replay) -> PruningPlan:
+        return replace(super()._result(replay), masks_change=False)
 
     def _ask(self) -> None:
         self.asked = {}

@@ -125,12 +125,14 @@ def _naming_patterns() -> Iterator[None]:
 
 
 class Planner:
-    """From relations to a plan: choose, follow the constants, replay; freeze what does not fit."""
+    """From relations to a plan: choose, follow the constants, replay; freeze what does not fit.
 
-    """Args:
-    trained: gives the trace of the model in training mode, for code that asks for the mode; None
-        where it does not run so.
+    Args:
+        trained: gives the trace of the model in training mode, for code that asks for the mode;
+            None where it does not run so.
     """
+
+    constants = Constants  # the second walk
 
     def __init__(
         self,
@@ -265,7 +267,7 @@ class Planner:
         """Find units that have to be silent, units that cannot go, and carriers."""
         while True:
             self.carriers[:] = False
-            constants = Constants(
+            constants = self.constants(
                 self.trace, self.relations, self.removed, self.silent, self.trace.model,
                 attention=self.settings.attention,
             )  # fmt: skip
@@ -446,6 +448,7 @@ class Planner:
             _silent=self.silent,
             _folds=self.folds,
             _replay=replay,
+            _units=[g.units for g in self.groups if not g.frozen and g.producers],
         )
         result.skipped = self._skipped(result)
         asked = {str(n.target) for n in self.trace.graph.nodes if n.op == "get_attr"}

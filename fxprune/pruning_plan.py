@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import masking, report, rewrite
+from . import penalty as penalties
 from .channels import SourceAxis
 from .code import Borrowed, Code
 from .constants import Constants
@@ -88,6 +89,8 @@ class PruningPlan:
     _silent: np.ndarray = field(repr=False)
     _folds: Folds = field(repr=False)  # of the weights that the plan was made with
     _replay: Replay = field(repr=False)
+    _units: list[np.ndarray] = field(repr=False)  # of each group that is not frozen
+    masks_change: bool = True  # False where what goes is dead as it is
 
     @property
     def approximate(self) -> list[str]:
@@ -113,6 +116,34 @@ class PruningPlan:
             PlanError: the plan does not fit the model.
         """
         return rewrite.apply(self, model, inplace=inplace)
+
+    def penalty(self, model: nn.Module, *, grow: float = 0.0) -> Tensor:
+        """The sum of the norms of all units that may go: a group lasso, to be added to a loss.
+
+        A unit's norm is that of all slices that make it, in every layer that it is coupled with.
+        (Yuan & Lin 2006; over coupled layers: Fang et al., arXiv 2301.12900.)
+
+        Args:
+            model: the model the plan was made for, or a masked one; gradients flow into it.
+            grow: how much more the weak units of a group weigh, as powers of two: with 4, the
+                weakest weighs 16 times what the strongest does.
+
+        Returns:
+            A scalar tensor.
+        """
+        return penalties.penalty(self, model, grow=grow)
+
+    def proximal_step(self, model: nn.Module, amount: float) -> int:
+        """Take ``amount`` from the norm of every unit that may go, in place; none below zero.
+
+        After each step of an optimizer, with ``amount`` the learning rate times the weight of the
+        penalty, this minimises the penalty exactly: units become zero, and
+        :func:`fxprune.compact` takes them out.
+
+        Returns:
+            How many units are zero now.
+        """
+        return penalties.proximal_step(self, model, amount)
 
     def folds(self, model: nn.Module) -> Folds:
         """Where the constants of ``model``'s removed channels go."""

@@ -139,7 +139,8 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
         else:
             change.tensors[f"{path}.{attribute}" if path else attribute] = rows
     carries = {carry.axis.name: carry for carry in folds.carries}
-    masks = keep_masks(plan, folds) if plan._carriers.any() else {}
+    masked = plan._carriers.any() and plan.masks_change
+    masks = keep_masks(plan, folds) if masked else {}
     for name in sorted(plan.kept.keys() | deltas.keys() | carries.keys() | masks.keys()):
         old = read_attribute(model, name).detach()
         new = old

@@ -192,3 +192,11 @@ def test_layers_that_are_ignored_stay():
     net = plain()
     kill(net[0], 1, 4)
     assert compacted(net, ignore="0")[0].out_channels == 8
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+def test_a_norm_goes_on_scaling_what_dead_filters_say(padding):
+    net = awake(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Sigmoid(),
+                              nn.Conv2d(8, 4, 3, padding=padding)))  # fmt: skip
+    kill(net[0], 1, 4, 5)
+    assert compacted(net)[0].out_channels == 5 + padding
