@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils import prune as torch_prune
 
 import fxprune
-from fxprune import api, masks, registry, rewrite
+from fxprune import api, masking, registry, rewrite
 
 from .oracle import awake, difference, run
 from .snapshot import Snapshot
@@ -120,7 +120,7 @@ FAULTS = {
     "build": (rewrite, "build"), "shrink": (rewrite, "shrink"),
     "data": (rewrite.Journal, "data"), "attribute": (rewrite.Journal, "attribute"),
     "item": (rewrite.Journal, "item"), "install": (rewrite, "_install"), "prove": (api, "prove"),
-    "deepcopy": (copy, "deepcopy"), "mask": (masks, "keep_masks"), "record": (nn.Linear, "forward"),
+    "deepcopy": (copy, "deepcopy"), "mask": (masking, "keep_masks"), "record": (nn.Linear, "forward"),
     "refresh": (None, "refresh"),
 }  # fmt: skip
 
