@@ -120,8 +120,8 @@ FAULTS = {
     "build": (rewrite, "build"), "shrink": (rewrite, "shrink"),
     "data": (rewrite.Journal, "data"), "attribute": (rewrite.Journal, "attribute"),
     "item": (rewrite.Journal, "item"), "install": (rewrite, "_install"), "prove": (api, "prove"),
-    "deepcopy": (copy, "deepcopy"), "mask": (masking, "keep_masks"), "record": (nn.Linear, "forward"),
-    "refresh": (None, "refresh"),
+    "deepcopy": (copy, "deepcopy"), "mask": (masking, "keep_masks"),
+    "record": (nn.Linear, "forward"), "refresh": (None, "refresh"),
 }  # fmt: skip
 
 
