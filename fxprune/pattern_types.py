@@ -144,24 +144,8 @@ def pattern(
         inner = {
             i: _step(called, i, given, run_of(targets[0])[i]) for i, given in (steps or {}).items()
         } or None  # fmt: skip
-        told = attributes
-        if (
-            attributes is not None
-            and not callable(attributes)
-            and not isinstance(attributes, Mapping)
-        ):
-            raise PatternError(f"{called}: attributes={attributes!r} is no mapping and no function")
-        if isinstance(attributes, Mapping):
-            if not isinstance(rule, Declared):
-                raise PatternError(f"{called}: attributes={attributes!r} needs a layout")
-            told = rule.attributes(attributes)
-        sink = bias
-        if folds is not None:
-            if not isinstance(folds, Mapping):
-                raise PatternError(f"{called}: folds={folds!r} is no mapping from weight to bias")
-            sink = rule.sink(folds, targets) if isinstance(rule, Declared) else None
-            if sink is None:
-                raise PatternError(f"{called}: folds={folds!r} needs a layout; a rule has bias=")
+        told = _attributes(called, rule, attributes)
+        sink = bias if folds is None else _sink(called, rule, folds, targets)
         return Pattern(
             called, targets, rule, kind, told, resize, absorb, sink, refresh, forward,  # type: ignore[arg-type]
             product, inner, shared, source,
@@ -179,6 +163,24 @@ def pattern(
     if rule is not None or steps is not None or (targets and all(map(is_run, targets))):
         return make(rule)
     return make
+
+
+def _attributes(label: str, rule: Any, given: Any) -> Callable[..., dict[str, Any]] | None:
+    if isinstance(given, Mapping):
+        if not isinstance(rule, Declared):
+            raise PatternError(f"{label}: attributes={given!r} needs a layout")
+        return rule.attributes(given)
+    if given is not None and not callable(given):
+        raise PatternError(f"{label}: attributes={given!r} is no mapping and no function")
+    return given
+
+
+def _sink(label: str, rule: Any, folds: Any, targets: tuple[Any, ...]) -> Any:
+    if not isinstance(folds, Mapping):
+        raise PatternError(f"{label}: folds={folds!r} is no mapping from weight to bias")
+    if not isinstance(rule, Declared):
+        raise PatternError(f"{label}: folds={folds!r} needs a layout; a rule has bias=")
+    return rule.sink(folds, targets)
 
 
 def _step(label: str, position: int, given: Any, target: Any) -> Pattern:
