@@ -174,6 +174,10 @@ class Declared:
     def sink(self, folds: Mapping[str, str], targets: tuple[Any, ...]) -> Any:
         """Where constants go, as :class:`fxprune.pattern_types.Pattern` says it in ``bias``."""
         self._check([*folds, *folds.values()], "folds", self.layouts, "in the layout")
+        for weight, bias in folds.items():
+            own = [n for names in self.layouts[weight] for n in names]
+            theirs = [n for names in self.layouts[bias] for n in names]
+            self._check(theirs, f"folds: a name of {bias}", own, f"one of {weight}'s, which adds")
         names = argument_names(targets[0])
         if _is_module_class(targets[0]):
             own = [k for k in self.layouts if k not in (names or ())]

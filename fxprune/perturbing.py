@@ -168,7 +168,9 @@ class Perturbing:
         at = next((i for i in self._some(len(mine)) if int(mine[i]) in units), None)
         if at is None or border == "pattern":
             return None
-        s, b = readers[0], dict(tensors_of(self.module))[bias].detach()
+        s, b = readers[0], dict(tensors_of(self.module)).get(bias)
+        if b is None:  # a bias that may be None is, here
+            return None
         names, theirs = ([n for d in rule.layouts[key] for n in d] for key in (weight, bias))
         w = self.trace.tensor(s.name).detach().reshape(s.view)
         gone = torch.from_numpy(self.free.of(s.labels()) == int(mine[at])).to(w.device)
@@ -178,7 +180,7 @@ class Perturbing:
         value = self.values[source].clone()
         value.select(axis.dims[0], at).fill_(_CONSTANT)
         folded = {source: value, **self._unread(readers, int(mine[at])),
-                  f"{self.path}.{bias}": b + added.reshape(b.shape)}  # fmt: skip
+                  f"{self.path}.{bias}": b.detach() + added.reshape(b.shape)}  # fmt: skip
         y0, y = self.run({source: value})[0], self.run(folded)[0]
         by = torch.nan_to_num((y.double() - y0.double()).abs())
         outs = {int(c) for o in self.free.sources if o.role == "out"

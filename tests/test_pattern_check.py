@@ -253,3 +253,38 @@ def test_parametrized_layers_and_views_of_arguments_are_fine():
 def test_empty_tensors_are_refused():
     with pytest.raises(fxprune.PatternError, match="an empty tensor"):
         fxprune.check_pattern(BILINEAR, nn.Bilinear(8, 4, 6).double(), (rows(8)[:0], rows(4)[:0]))
+
+
+class LowRank(nn.Module):
+    def __init__(self, bias=True):
+        super().__init__()
+        self.u, self.v = nn.Parameter(torch.randn(6, 3)), nn.Parameter(torch.randn(3, 8))
+        self.bias = nn.Parameter(torch.randn(6)) if bias else None
+
+    def forward(self, x):
+        y = torch.from_numpy((x @ self.v.T @ self.u.T).detach().numpy())
+        return y if self.bias is None else y + self.bias
+
+
+LOW = {"x": "n in", "v": "r in", "u": "out r", "bias": "out", "return": "n out"}
+
+
+def test_a_bias_that_another_weight_makes_takes_no_constants():
+    made = fxprune.pattern(LowRank, layout=LOW, biases=["bias"])
+    assert fxprune.check_pattern(made, LowRank().double(), rows(8))
+    with pytest.raises(fxprune.PatternError, match="'out' is not one of v's"):
+        fxprune.pattern(LowRank, layout=LOW, biases=["bias"], folds={"v": "bias"})
+
+
+def test_a_bias_that_is_none_takes_nothing_and_is_no_mistake():
+    class Plain(nn.Linear):
+        def forward(self, input):
+            y = torch.from_numpy((input @ self.weight.T).detach().numpy())
+            return y if self.bias is None else y + self.bias
+
+    made = fxprune.pattern(
+        Plain, biases=["bias"], folds={"weight": "bias"},
+        layout={"input": "n in", "weight": "out in", "bias": "out", "return": "n out"},
+    )  # fmt: skip
+    for bias in (True, False):
+        assert fxprune.check_pattern(made, Plain(8, 6, bias=bias).double(), rows(8))
