@@ -18,6 +18,9 @@ from .spec import Spec
 Parts = dict[Any, list[tuple[str, int]]]
 
 
+_SAME = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2}
+
+
 class Reading:
     """Args:
     rule: the :class:`fxprune.declared.Declared` that speaks.
@@ -137,27 +140,24 @@ class Reading:
 
     def _constants(self, i: int, keys: list[str], tensors: Sequence[Tensor]) -> Tensor:
         """A result of the call on constants, laid out in its space: NaN where it is not the same
-        all along the dimensions that the constants do not have."""
+        all along the dimensions that the constants do not have, whatever else goes in."""
+        names = self.names[i]
+        carried = tuple(d for d in range(len(names)) if any(t.shape[d] > 1 for t in tensors))
         given = {}
         for key, t in zip(keys, tensors, strict=False):  # parameters are the layer's own
-            names = self.names[key]
-            order = [self.names[i].index(n) for n in names if n in self.names[i]]
+            mine = self.names[key]
+            order = [names.index(n) for n in mine if n in names]
             t = t.permute([*order, *(d for d in range(t.dim()) if d not in order)])
             sizes = iter(t.shape)
-            t = t.reshape([next(sizes) if n in self.names[i] else 1 for n in names])
-            given[key] = t.expand(self.shapes[key]).reshape(self.values[key].shape).clone()
-        y = self._run(i, {}, given)
-        for d in range(y.dim()):
-            if all(t.shape[d] == 1 for t in tensors):
-                first = y.narrow(d, 0, 1)
-                y = torch.where((y == first).all(d, keepdim=True), first, torch.nan)
-        return y.expand(self.shapes[i])
+            given[key] = t.reshape([next(sizes) if n in names else 1 for n in mine])
+        one = self._one_number(i, carried, {}, given)
+        shape = [n if d in carried else 1 for d, n in enumerate(self.shapes[i])]
+        return one.reshape(shape).expand(self.shapes[i])
 
     def _emission(self, i: int, dims: tuple[int, ...], silent: bool) -> Tensor:
         """What units say whose weights are 0, over ``dims`` of a result: NaN where it is not one
         number. ``silent``: their biases are 0 too."""
-        space = self.shapes[i]
-        sizes = [space[d] for d in dims]
+        sizes = [self.shapes[i][d] for d in dims]
         read = {key: self.a.read(self.values[key].name) for key in self.parameters}
         zeroed = {
             key: torch.zeros_like(t) for key, t in read.items()
@@ -170,19 +170,45 @@ class Reading:
             "parametrizations" in dict(m.named_children()) for m in self.call.module.modules()
         ):  # a weight that is computed cannot be set to 0
             return torch.full(sizes, torch.nan, dtype=torch.float64)
-        y, other = (self._run(i, zeroed, {}, seed) for seed in (0, 1))
-        same = y == other
-        for d in (d for d in range(len(space)) if d not in dims):
-            first = y.narrow(d, 0, 1)
-            same = (same & (y == first)).all(d, keepdim=True)
-            y = first
-        return torch.where(same, y, torch.nan).reshape(sizes)
+        return self._one_number(i, dims, zeroed, {}).reshape(sizes)
+
+    def _one_number(
+        self, i: int, dims: tuple[int, ...], replaced: dict[str, Tensor], given: dict[str, Tensor]
+    ) -> Tensor:
+        """A result over ``dims``: NaN where it varies along the others, with the other arguments,
+        or with the sizes that the example happens to have."""
+        kept = {self.names[i][d] for d in dims} | self.read
+        of_parameters = {n for k in self.parameters for n in self.names[k]}
+        parts = {n for k in self.inputs if len(self.names[k]) != len(self.values[k].shape)
+                 for n in self.names[k]}  # fmt: skip
+        fewer = self.given - kept - of_parameters - parts
+        result: Tensor | None = None
+        for seed, names in ((0, set()), (1, set()), (2, fewer)):
+            y = self._run(i, replaced, given, seed, names)
+            for d in range(y.dim()):
+                if d not in dims:
+                    first = y.narrow(d, 0, 1)
+                    y = torch.where((y == first).all(d, keepdim=True), first, torch.nan)
+            # Of more or fewer numbers sums are rounded otherwise.
+            same = result is None or torch.isclose(y, result, rtol=_SAME[self._dtype()], atol=0)
+            result = torch.where(torch.as_tensor(same), y if result is None else result, torch.nan)
+        assert result is not None
+        return result
+
+    def _dtype(self) -> torch.dtype:
+        spec = self.call.spec if isinstance(self.call.spec, Spec) else self.call.spec[0]
+        return spec.dtype if spec.dtype in _SAME else torch.float16
 
     def _run(
-        self, i: int, replaced: dict[str, Tensor], given: dict[str, Tensor], seed: int = 0
+        self,
+        i: int,
+        replaced: dict[str, Tensor],
+        given: dict[str, Tensor],
+        seed: int,
+        fewer: set[str],
     ) -> Tensor:
-        """A result of the call with other parameters, on ``given`` arguments or random ones, in
-        the space of its names; NaN where it does not run on them."""
+        """A result of the call with other parameters, on ``given`` arguments or made-up ones, with
+        one slice less along the names in ``fewer``; NaN where it does not run on them."""
         call, a = self.call, self.a
         keys = {id(v): k for k, v in self.values.items()}
         generator = torch.Generator().manual_seed(seed)
@@ -195,13 +221,27 @@ class Reading:
                 return replaced.get(key, a.read(value.name))
             if not isinstance(spec, Spec):
                 return value
-            t = given.get(key)
-            if t is None and spec.dtype.is_floating_point:
-                t = torch.randn(spec.shape, generator=generator)
-            t = torch.zeros(spec.shape) if t is None else t
-            return t.to(spec.dtype).to(device)
+            names = self.names.get(key, [])
+            shape = self.shapes[key] if key else spec.shape
+            if key:
+                shape = tuple(
+                    n - 1 if name in fewer and n > 1 else n
+                    for n, name in zip(shape, names, strict=True)
+                )
+            if key in given:
+                t = given[key].expand(shape).clone()
+            elif spec.dtype.is_floating_point:
+                t = torch.randn(shape, generator=generator)
+            else:  # an index or a mask: none, all
+                t = torch.full(shape, seed % 2)
+            whole = len(names) == len(spec.shape) or not key
+            return (t if whole else t.reshape(spec.shape)).to(spec.dtype).to(device)
 
         args, kwargs = fx.node.map_arg((call.node.args, call.node.kwargs), argument)
+        shape = tuple(
+            n - 1 if name in fewer and n > 1 else n
+            for n, name in zip(self.shapes[i], self.names[i], strict=True)
+        )
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             try:
@@ -209,7 +249,8 @@ class Reading:
             except Exception:  # whatever it raises on made-up values: nothing is known then
                 return torch.full(self.shapes[i], torch.nan, dtype=torch.float64)
         y = y if isinstance(y, Tensor) else list(tree.tensors(y))[self.numbers.index(i)]
-        return y.double().cpu().reshape(self.shapes[i])
+        y = y.double().cpu()
+        return y if y.dim() == len(shape) else y.reshape(shape)
 
     def _call(self, args: Any, kwargs: Any, replaced: dict[str, Tensor]) -> Any:
         call, a = self.call, self.a

@@ -273,3 +273,50 @@ def test_of_two_runs_the_longer_one_gives_the_meaning():
     assert small.a.out_channels == 4
     short = next(f for f in plan.fusions if f.name == "short")
     assert short.overruled == "conv-space_to_depth-conv" and short.meant == ("space_to_depth",)
+
+
+class Dependent(nn.Module):
+    """What a constant channel comes to depends on something else that goes in."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.w, self.b = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x, k=None):
+        y = torch.from_numpy(x.detach().numpy().copy())
+        if self.how == "length":
+            return y.sum(1)
+        if self.how == "batch":
+            return (y / y.shape[0]).mean(1)
+        made = y @ self.w.T + self.b
+        if self.how == "length of made":
+            return made.sum(1)
+        return (made * (~k)[..., None]).mean(1)
+
+
+PASSING = {"x": "n t c", "return": "n c"}
+MADE = {"x": "n t i", "k": "n t", "w": "u i", "b": "u", "return": "n u"}
+
+
+@pytest.mark.parametrize("how", ["length", "batch", "length of made", "mask"])
+def test_a_constant_that_depends_on_sizes_or_masks_is_none(how):
+    makes = how in ("length of made", "mask")
+
+    def forward(s, x, k):
+        y = torch.sigmoid(s.a(x))
+        return s.c(s.m(y, k) if how == "mask" else s.m(y))
+
+    layer = Dependent(how)
+    net = Net(forward, a=nn.Linear(6, 8), m=layer, c=nn.Linear(8, 3)).double()
+    made = fxprune.pattern(Dependent, layout=MADE if makes else PASSING,
+                           biases=["b"] if makes else [])  # fmt: skip
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, 6, dtype=torch.float64, generator=g)
+    no = torch.zeros(2, 5, dtype=torch.bool)
+    plan = fxprune.plan(net, (x, no), patterns=[made])
+    masked, small = plan.mask(net), plan.apply(net)
+    longer = torch.randn(3, 9, 6, dtype=torch.float64, generator=g)
+    for value, mask in ((x, no), (longer, torch.rand(3, 9, generator=g) > 0.5)):
+        assert torch.allclose(masked(value, mask), small(value, mask), atol=1e-9)
+    assert small.c.in_features == 4
