@@ -43,6 +43,23 @@ class SourceAxis:
     def size(self) -> int:
         return int(torch.Size(self.shape).numel())
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the slices are single elements of the tensor."""
+        return torch.Size(self.view).numel() == self.size
+
+    def slices(self, tensor: Tensor) -> Tensor:
+        """``tensor`` with the axis's dimensions first, and the others of its view behind them."""
+        return tensor.reshape(self.view).movedim(self.dims, tuple(range(len(self.dims))))
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """``tensor`` as a matrix with a row a slice."""
+        return self.slices(tensor).reshape(self.size, -1)
+
+    def laid(self, values: Tensor) -> Tensor:
+        """One value a slice, laid out to meet the tensor in its view."""
+        return values.reshape([n if d in self.dims else 1 for d, n in enumerate(self.view)])
+
     def labels(self) -> Tensor:
         return torch.arange(self.first, self.first + self.size).reshape(self.shape)
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, fx, nn
 
 from . import groups
@@ -26,7 +25,6 @@ from .planner import Planner, make_plan
 from .proof import largest_error, tolerance
 from .pruning_plan import PruningPlan
 from .recording import Trace
-from .replay import Replay
 from .rewrite import apply_with_journal
 from .running import outputs
 from .select import Choice
@@ -88,6 +86,8 @@ def plan_compact(
 class AsTheyAre(Constants):
     """What dead units say without a mask: norms go on scaling them."""
 
+    masked = False
+
     def _born(self, axis: SourceAxis, units: Tensor) -> Tensor:
         return super()._born(replace(axis, role="stat") if axis.role == "scale" else axis, units)
 
@@ -96,9 +96,6 @@ class Compactor(Planner):
     """Chooses what is dead, and nothing else."""
 
     constants = AsTheyAre
-
-    def _result(self, replay: Replay) -> PruningPlan:
-        return replace(super()._result(replay), masks_change=False)
 
     def _ask(self) -> None:
         self.asked = {}
@@ -123,48 +120,35 @@ class Compactor(Planner):
 
     def _lost(self, units: np.ndarray, where: str) -> bool:
         """What is multiplied and not zero has to stay: its biases are no one's to drop."""
-        self._revive(units)
+        self.dead[units] = False
         return False
 
     def _follow_constants(self) -> bool:
         if not super()._follow_constants():
             return False
-        alive = [np.zeros(0, dtype=np.int64)]
         for axis, columns in self.folds.dropped.values():
-            alive.append(self.relations.of(axis)[columns.numpy()])
-        units = np.concatenate([np.asarray(u).reshape(-1) for u in alive])
-        units = units[self.removed[units] & ~self.carriers[units]]
-        if len(units):  # a constant that no layer can take, or none at all
-            self._revive(units)
-            return False
+            units = self.relations.of(axis)[columns.numpy()]
+            units = units[self.removed[units] & ~self.carriers[units]]
+            if len(units):  # a constant that no layer can take, or none at all
+                self.dead[units] = False
+                return False
         return True
-
-    def _revive(self, units: np.ndarray) -> None:
-        self.dead[units] = False
 
 
 def dead_units(trace: Trace, relations: Relations) -> np.ndarray:
     """For each unit class, whether masking it would change nothing."""
-    alive = np.ones(int(relations.classes.max()) + 1, dtype=bool)
-    made = np.zeros_like(alive)
+    made = np.zeros(int(relations.classes.max()) + 1, dtype=bool)
+    alive = np.zeros_like(made)
     silenced = _scaled_by_zero(trace, relations)
     for s in relations.sources:
-        classes = relations.of(s).reshape(-1)
-        if s.role == "out":
-            made[classes] = True
-    alive[made] = False
-    for s in relations.sources:
-        whole = torch.Size(s.view).numel() == s.size
-        makes = s.role == "out" or (s.role.startswith("bare") and not whole)
-        if not makes:
+        if s.role != "out" and (not s.role.startswith("bare") or s.is_whole):
             continue
-        seen = trace.tensor(s.name).detach().reshape(s.view)
-        rows = seen.movedim(s.dims, tuple(range(len(s.dims)))).reshape(s.size, -1)
         classes = relations.of(s).reshape(-1)
-        moving = (rows != 0).any(1).cpu().numpy() & ~silenced.get(s.first, np.zeros(s.size, bool))
-        alive[classes[moving]] = True
+        made[classes] |= s.role == "out"
+        moving = (s.rows(trace.tensor(s.name).detach()) != 0).any(1).cpu().numpy()
+        alive[classes[moving & ~silenced.get(s.first, np.zeros(1, dtype=bool))]] = True
     alive[0] = True
-    return ~alive
+    return made & ~alive
 
 
 def _scaled_by_zero(trace: Trace, relations: Relations) -> dict[int, np.ndarray]:

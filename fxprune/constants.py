@@ -48,6 +48,8 @@ class Constants(Algebra):
     model: where parameter values are read.
     """
 
+    masked = True  # whether removed units are masked, or dead as they are
+
     def __init__(
         self,
         trace: Trace,
@@ -115,11 +117,9 @@ class Constants(Algebra):
         dead, silent = self._removed[units], self._silent[units]
         if axis.role == "in":
             return torch.full(units.shape, torch.nan, dtype=torch.float64)
-        whole = torch.Size(axis.view).numel() == axis.size
-        if not whole or axis.role == "out":
+        if not axis.is_whole or axis.role == "out":
             return torch.where(dead, 0.0, torch.nan).double()
-        values = self.read(axis.name).double().cpu().reshape(axis.view)
-        values = values.movedim(axis.dims, tuple(range(len(axis.dims)))).reshape(units.shape)
+        values = axis.rows(self.read(axis.name).double().cpu()).reshape(units.shape)
         if axis.role == "stat":
             return values
         return torch.where(dead if axis.role == "scale" else silent, 0.0, values)

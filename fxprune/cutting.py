@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 
 from . import tree
 from .call import leaves
-from .constants import Constants
 from .errors import ProofError, PruningWarning
 from .ops import argument_names
 from .pattern_types import Pattern
@@ -167,13 +166,8 @@ def own_nodes(trace: Trace, pattern: Pattern) -> list[fx.Node]:
 
 def _wrong_constant(chosen: Any, net: nn.Module, x: Any, pattern: Pattern) -> Claim | None:
     """What the pattern says of removed units, beside what the masked model has there."""
-    trace, masked = chosen._trace, chosen.mask(net)
-    constants = Constants(
-        trace, chosen._relations, chosen._removed, chosen._silent, net,
-        attention=chosen.settings.attention,
-    )  # fmt: skip
-    constants.run()
-    there = values_of(trace, masked, x)
+    trace, constants = chosen._trace, chosen.constants(net)
+    there = values_of(trace, chosen.mask(net), x)
     for node in own_nodes(trace, pattern):
         said = leaves(constants.values[node])
         for channels, y in zip(said, tree.tensors(there[node]), strict=True):

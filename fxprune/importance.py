@@ -78,8 +78,7 @@ def slices(
     tensor: Tensor, axis: SourceAxis, units: np.ndarray, count: int, norms: dict[float, Tensor]
 ) -> Slices:
     """The rows of ``tensor`` along ``axis``; ``norms`` are those of them known so far."""
-    seen = tensor.detach().reshape(axis.view)
-    seen = seen.movedim(axis.dims, tuple(range(len(axis.dims))))
+    seen = axis.slices(tensor.detach())
     return Slices(axis.name, axis.role, seen, len(axis.dims), units, count, norms)
 
 

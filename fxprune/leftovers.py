@@ -84,7 +84,7 @@ def to_torch_prune(model: nn.Module) -> nn.Module:
 def _uncover(module: nn.Module, name: str) -> None:
     """Take masks off a parameter with the values beneath them."""
     own_class(module)
-    beneath = parametrizations(module)[name].original.detach().clone()
+    values = parametrizations(module)[name].original.detach().clone()
     parametrize.remove_parametrizations(module, name, leave_parametrized=True)
     with torch.no_grad():
-        getattr(module, name).copy_(beneath)
+        getattr(module, name).copy_(values)

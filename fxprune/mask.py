@@ -50,15 +50,28 @@ def bake(model: nn.Module) -> None:
 
 def masked_names(module: nn.Module) -> list[str]:
     """Tensors of a module (not of its children) that one of our masks is on."""
-    chains = parametrizations(module).items()
-    return [name for name, chain in chains if any(isinstance(p, Mask) for p in chain)]
+    return [name for name in parametrizations(module) if masks_on(module, name)]
+
+
+def masks_on(module: nn.Module, name: str) -> list[Mask]:
+    """Our masks on a tensor."""
+    chains = parametrizations(module)
+    return [p for p in chains[name] if isinstance(p, Mask)] if name in chains else []
+
+
+def beneath(module: nn.Module, name: str) -> Tensor:
+    """A tensor as it is beneath our masks; where something else computes it, as it comes out."""
+    masks = masks_on(module, name)
+    if masks and len(masks) == len(parametrizations(module)[name]):
+        return parametrizations(module)[name].original
+    return getattr(module, name)
 
 
 def take_off(module: nn.Module, name: str) -> None:
     """Take the masks off one tensor, leaving what they make of it."""
     own_class(module)
     chain = parametrizations(module)[name]
-    if all(isinstance(p, Mask) for p in chain):
+    if len(masks_on(module, name)) == len(chain):
         parametrize.remove_parametrizations(module, name, leave_parametrized=True)
         return
     masked = getattr(module, name).detach()
@@ -71,14 +84,18 @@ def take_off(module: nn.Module, name: str) -> None:
 def put_on(module: nn.Module, name: str, keep: Tensor) -> None:
     """Mask a tensor; one that is masked already by both masks together."""
     own_class(module)
-    for p in parametrizations(module)[name] if name in masked_names(module) else ():
-        if isinstance(p, Mask):
-            p.keep = p.keep & keep.to(p.keep.device)
-            return
+    for mask in masks_on(module, name):
+        mask.keep = mask.keep & keep.to(mask.keep.device)
+        return
     # A mask changes neither shape nor type: PyTorch need not run it to see.
     parametrize.register_parametrization(module, name, Mask(keep), unsafe=True)
+    _complete_class(module)
+
+
+def _complete_class(module: nn.Module) -> None:
+    """What PyTorch's class for a parametrized module lacks. It refuses to be pickled: it is made
+    anew on loading."""
     use_masked_weights(module)
-    # PyTorch's class for parametrized modules refuses to be pickled: it is made anew on loading.
     type(module).__reduce_ex__ = _reduce  # type: ignore[method-assign,assignment]
 
 
@@ -92,8 +109,7 @@ def _load(base: type, state: dict[str, Any]) -> Any:
     parametrize._inject_new_class(module)
     for name in module.parametrizations:
         parametrize._inject_property(module, name)
-    use_masked_weights(module)
-    type(module).__reduce_ex__ = _reduce  # type: ignore[method-assign,assignment]
+    _complete_class(module)
     return module
 
 
@@ -101,8 +117,8 @@ def mask_of(module: nn.Module, name: str) -> Tensor:
     """True where a tensor is not masked: bool, of its shape."""
     value = getattr(module, name)
     keep = torch.ones(value.shape, dtype=torch.bool, device=value.device)
-    for p in parametrizations(module)[name] if name in masked_names(module) else ():
-        keep = keep & p.keep if isinstance(p, Mask) else keep
+    for mask in masks_on(module, name):
+        keep = keep & mask.keep
     return keep
 
 

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from .channels import SourceAxis
 from .errors import PlanError
 from .fold import Folds, Shift
-from .mask import Mask, bake, own_class, parametrizations, put_on
+from .mask import bake, own_class, parametrizations, put_on
 from .running import copy_model, read_attribute
 
 
@@ -36,10 +36,8 @@ def mask(plan: Any, model: nn.Module) -> nn.Module:
             if shift.masked_too:
                 add_shift(masked, shift)
                 if not shift.name:  # a bias that the masks made is none of dead channels
-                    module = masked.get_submodule(shift.path)
-                    own_class(module)
                     keep = live_rows(plan, shift.path).to(shift.delta.device)
-                    parametrize.register_parametrization(module, shift.attribute, Mask(keep))
+                    put_on(masked.get_submodule(shift.path), shift.attribute, keep)
     return masked
 
 
@@ -51,15 +49,13 @@ def keep_masks(plan: Any, folds: Folds) -> dict[str, Tensor]:
         if not bool(off.any()):
             return
         keep = keeps.setdefault(axis.name, torch.ones(axis.tensor_shape, dtype=torch.bool))
-        shape = [n if d in axis.dims else 1 for d, n in enumerate(axis.view)]
-        keeps[axis.name] = (keep.reshape(axis.view) & ~off.reshape(shape)).reshape(
-            axis.tensor_shape
-        )
+        kept = keep.reshape(axis.view) & ~axis.laid(off)
+        keeps[axis.name] = kept.reshape(axis.tensor_shape)
 
     for axis in plan._relations.sources:
         dead, silent = plan.flags("removed", axis), plan.flags("silent", axis)
-        whole = torch.Size(axis.view).numel() == axis.size
-        if axis.role in ("out", "scale") or (axis.role.startswith("bare") and not whole):
+        part = axis.role.startswith("bare") and not axis.is_whole
+        if axis.role in ("out", "scale") or part:
             block(axis, dead)
         elif axis.role == "shift" or axis.role.startswith("bare"):
             block(axis, silent)

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from . import mask_methods as methods
 from .errors import SettingError
 from .leftovers import from_torch_prune, to_torch_prune
-from .mask import Mask, mask_of, masked_names, parametrizations, put_on, take_off
+from .mask import beneath, is_masked, mask_of, masked_names, parametrizations, put_on, take_off
 
 __all__ = [
+    "apply",
     "block_norm",
     "custom_from_mask",
     "fpgm",
@@ -50,21 +51,21 @@ __all__ = [
 
 def identity(module: nn.Module, name: str) -> nn.Module:
     """A mask that keeps everything."""
-    return _apply(module, name, lambda scores, keep: keep)
+    return apply(module, name, lambda scores, keep: keep)
 
 
 def random_unstructured(
     module: nn.Module, name: str, amount: float, *, generator: torch.Generator | None = None
 ) -> nn.Module:
     """Zero entries drawn at random."""
-    return _apply(module, name, lambda s, keep: methods.random_entries(s, keep, amount, generator))
+    return apply(module, name, lambda s, keep: methods.random_entries(s, keep, amount, generator))
 
 
 def l1_unstructured(
     module: nn.Module, name: str, amount: float, importance_scores: Tensor | None = None
 ) -> nn.Module:
     """Zero the entries of smallest absolute value, or of smallest ``importance_scores``."""
-    return _apply(module, name, lambda s, k: methods.smallest(s, k, amount), importance_scores)
+    return apply(module, name, lambda s, k: methods.smallest(s, k, amount), importance_scores)
 
 
 def random_structured(
@@ -72,7 +73,7 @@ def random_structured(
     generator: torch.Generator | None = None,
 ) -> nn.Module:  # fmt: skip
     """Zero whole slices along ``dim``, drawn at random."""
-    return _apply(
+    return apply(
         module, name, lambda s, keep: methods.random_slices(s, keep, amount, dim, generator)
     )
 
@@ -82,7 +83,7 @@ def ln_structured(
     importance_scores: Tensor | None = None,
 ) -> nn.Module:  # fmt: skip
     """Zero the slices along ``dim`` of smallest Lₙ norm, of the tensor or of the scores."""
-    return _apply(
+    return apply(
         module, name, lambda s, keep: methods.slices_of_norm(s, keep, amount, n, dim),
         importance_scores,
     )  # fmt: skip
@@ -96,7 +97,7 @@ def fpgm(
 
     ``distance``: 1, 2 or a function of the slices as rows (n, m) that gives distances (n, n).
     """
-    return _apply(
+    return apply(
         module, name, lambda s, keep: methods.slices_near_median(s, keep, amount, dim, distance),
         importance_scores,
     )  # fmt: skip
@@ -122,7 +123,7 @@ def block_norm(
     """
     size = sparse_block_shape[0] * sparse_block_shape[1]
     zeros = size if zeros_per_block is None else zeros_per_block
-    return _apply(
+    return apply(
         module, name,
         lambda s, keep: methods.blocks(s, keep, sparsity_level, sparse_block_shape, zeros, norm),
         importance_scores,
@@ -131,7 +132,7 @@ def block_norm(
 
 def nearly_diagonal(module: nn.Module, name: str, nearliness: int = 1) -> nn.Module:
     """Keep the ``nearliness`` diagonals (an odd number) around the main one of a matrix."""
-    return _apply(module, name, lambda s, keep: methods.diagonal(s, keep, nearliness))
+    return apply(module, name, lambda s, keep: methods.diagonal(s, keep, nearliness))
 
 
 def custom_from_mask(module: nn.Module, name: str, mask: Tensor) -> nn.Module:
@@ -143,7 +144,7 @@ def custom_from_mask(module: nn.Module, name: str, mask: Tensor) -> nn.Module:
             raise SettingError(f"mask: {found} is not a tensor of shape {tuple(keep.shape)}")
         return keep & (mask.to(keep.device) != 0)
 
-    return _apply(module, name, method)
+    return apply(module, name, method)
 
 
 def global_unstructured(
@@ -195,7 +196,7 @@ def remove(module: nn.Module, name: str) -> nn.Module:
 
 def is_pruned(module: nn.Module) -> bool:
     """Whether a tensor of the module, or of one inside it, has a mask of fxprune's."""
-    return any(isinstance(m, Mask) for m in module.modules())
+    return is_masked(module)
 
 
 def sparsity(module: nn.Module) -> dict[str, float]:
@@ -237,10 +238,13 @@ def to_semi_structured(model: nn.Module) -> list[str]:
     return [path for path, _ in found]
 
 
-def _apply(
+def apply(
     module: nn.Module, name: str, method: methods.Method, importance_scores: Tensor | None = None
 ) -> nn.Module:
-    """Everything is worked out before the module is touched."""
+    """Mask what ``method(scores, keep) -> keep`` says (:mod:`fxprune.mask_methods`, or your own).
+
+    Everything is worked out before the module is touched.
+    """
     module, name = _place(module, name)
     keep = mask_of(module, name)
     scores = _scores(module, name, importance_scores)
@@ -265,13 +269,9 @@ def _place(module: Any, name: str) -> tuple[nn.Module, str]:
 
 
 def _scores(module: nn.Module, name: str, given: Tensor | None) -> Tensor:
-    value = getattr(module, name).detach()
+    value = beneath(module, name).detach()  # as PyTorch does
     if given is None:
-        # As PyTorch does, of the values beneath the masks; those of other parametrizations are not
-        # there to be read.
-        chain: Any = parametrizations(module)[name] if name in masked_names(module) else ()
-        only_masks = len(chain) > 0 and all(isinstance(p, Mask) for p in chain)
-        return chain.original.detach() if only_masks else value
+        return value
     if not isinstance(given, Tensor) or given.shape != value.shape:
         found = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
         raise SettingError(

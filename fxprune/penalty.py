@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from .channels import SourceAxis
 from .errors import SettingError
-from .mask import Mask, parametrizations
-from .running import read_attribute
+from .mask import beneath
 
 
 def penalty(plan: Any, model: nn.Module, *, grow: float = 0.0) -> Tensor:
@@ -30,21 +29,17 @@ def proximal_step(plan: Any, model: nn.Module, amount: float) -> int:
     """See :meth:`fxprune.PruningPlan.proximal_step`."""
     if amount < 0:
         raise SettingError(f"amount={amount!r} is negative")
-    dead = 0
     with torch.no_grad():
-        sums, groups = _squares(plan, model), _units(plan)
-        for units in groups:
-            size = sums[units].sqrt()
-            factor = (1 - amount / size.clamp(min=1e-30)).clamp(min=0)
-            dead += int((factor == 0).sum())
-            scale = torch.ones_like(sums)
-            scale[units] = factor
-            for axis, tensor in _made(plan, model):
-                classes = torch.from_numpy(plan._relations.of(axis)).to(tensor.device)
-                if bool(torch.isin(classes, units).any()):
-                    shape = [n if d in axis.dims else 1 for d, n in enumerate(axis.view)]
-                    by = scale[classes].reshape(shape).to(tensor)
-                    tensor.copy_((tensor.reshape(axis.view) * by).reshape(tensor.shape))
+        sums = _squares(plan, model)
+        scale, dead = torch.ones_like(sums), 0
+        for units in _units(plan):
+            left = (1 - amount / sums[units].sqrt().clamp(min=1e-30)).clamp(min=0)
+            scale[units] = left
+            dead += int((left == 0).sum())
+        for axis, tensor in _made(plan, model):
+            classes = torch.from_numpy(plan._relations.of(axis)).to(scale.device)
+            by = axis.laid(scale[classes]).to(tensor)
+            tensor.copy_((tensor.reshape(axis.view) * by).reshape(tensor.shape))
     return dead
 
 
@@ -62,8 +57,7 @@ def _squares(plan: Any, model: nn.Module) -> Tensor:
         if found is None:
             size = int(plan._relations.classes.max()) + 1
             found = torch.zeros(size, dtype=tensor.dtype, device=tensor.device)
-        rows = tensor.reshape(axis.view).movedim(axis.dims, tuple(range(len(axis.dims))))
-        squares = rows.reshape(axis.size, -1).square().sum(1).to(found)
+        squares = axis.rows(tensor).square().sum(1).to(found)
         classes = torch.from_numpy(plan._relations.of(axis).reshape(-1)).to(found.device)
         found = found.index_add(0, classes, squares)
     if found is None:
@@ -83,10 +77,4 @@ def _made(plan: Any, model: nn.Module) -> Iterator[tuple[SourceAxis, Tensor]]:
         if axis.role != "out" or not plan._relations.of(axis).any():
             continue
         path, _, name = axis.name.rpartition(".")
-        module = model.get_submodule(path)
-        chains = parametrizations(module)  # a ModuleDict, which has no get
-        chain: Any = chains[name] if name in chains else ()  # noqa: SIM401
-        if len(chain) and all(isinstance(p, Mask) for p in chain):
-            yield axis, chain.original
-        else:
-            yield axis, read_attribute(model, axis.name)
+        yield axis, beneath(model.get_submodule(path), name)

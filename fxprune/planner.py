@@ -448,6 +448,7 @@ class Planner:
             _silent=self.silent,
             _folds=self.folds,
             _replay=replay,
+            _walk=self.constants,
             _units=[g.units for g in self.groups if not g.frozen and g.producers],
         )
         result.skipped = self._skipped(result)

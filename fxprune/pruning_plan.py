@@ -90,7 +90,7 @@ class PruningPlan:
     _folds: Folds = field(repr=False)  # of the weights that the plan was made with
     _replay: Replay = field(repr=False)
     _units: list[np.ndarray] = field(repr=False)  # of each group that is not frozen
-    masks_change: bool = True  # False where what goes is dead as it is
+    _walk: type[Constants] = field(repr=False)
 
     @property
     def approximate(self) -> list[str]:
@@ -145,15 +145,19 @@ class PruningPlan:
         """
         return penalties.proximal_step(self, model, amount)
 
-    def folds(self, model: nn.Module) -> Folds:
-        """Where the constants of ``model``'s removed channels go."""
-        constants = Constants(
+    def constants(self, model: nn.Module) -> Constants:
+        """What ``model``'s removed channels still say: the second walk, run."""
+        constants = self._walk(
             self._trace, self._relations, self._removed, self._silent, model,
             attention=self.settings.attention,
         )  # fmt: skip
         constants.run()
+        return constants
+
+    def folds(self, model: nn.Module) -> Folds:
+        """Where the constants of ``model``'s removed channels go."""
         return folds(
-            constants, self._carriers, self._relations.classes, model,
+            self.constants(model), self._carriers, self._relations.classes, model,
             bias=self.settings.bias, exact=self.settings.exact,
         )  # fmt: skip
 

@@ -16,7 +16,6 @@ from torch import Tensor, fx, nn
 from . import tree
 from .call import Named
 from .channels import Channels
-from .constants import Constants
 from .running import bind_inputs, evaluating, outputs, read_attribute
 
 
@@ -50,11 +49,7 @@ class Counting:
         }  # fmt: skip
         self.nodes = [node for node in plan._trace.graph.nodes if node in found]
         self._small = small
-        self._constants = Constants(
-            plan._trace, plan._relations, plan._removed, plan._silent, model,
-            attention=plan.settings.attention,
-        )  # fmt: skip
-        self._constants.run()
+        self._constants = plan.constants(model)
 
     def install(self, masked: nn.Module) -> None:
         """Have the modules of ``masked`` run so. The k-th call of one is its k-th in the trace."""

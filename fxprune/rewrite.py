@@ -139,7 +139,7 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
         else:
             change.tensors[f"{path}.{attribute}" if path else attribute] = rows
     carries = {carry.axis.name: carry for carry in folds.carries}
-    masked = plan._carriers.any() and plan.masks_change
+    masked = plan._carriers.any() and plan._walk.masked
     masks = keep_masks(plan, folds) if masked else {}
     for name in sorted(plan.kept.keys() | deltas.keys() | carries.keys() | masks.keys()):
         old = read_attribute(model, name).detach()
@@ -199,13 +199,12 @@ def _carried(weight: Tensor, carry: Carry) -> Tensor:
     """Fold columns, scaled, into their row's carrier column."""
     axis = carry.axis
     seen = weight.reshape(axis.view)
-    shape = [n if d in axis.dims else 1 for d, n in enumerate(axis.view)]
-    added = seen * carry.factors.to(seen).reshape(shape)
+    added = seen * axis.laid(carry.factors.to(seen))
     last = axis.dims[-1]
     total = added.sum(last, keepdim=True)
     onto = torch.zeros(carry.factors.shape, dtype=torch.bool)
     onto.reshape(-1, onto.shape[-1]).scatter_(1, carry.carriers[:, None], True)
-    return (seen + total * onto.to(seen).reshape(shape)).reshape(weight.shape)
+    return (seen + total * axis.laid(onto.to(seen))).reshape(weight.shape)
 
 
 def _memory_format(tensor: Tensor) -> torch.memory_format:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from . import mask_methods as methods
 from .errors import SettingError
 from .mask import mask_of
-from .masks import custom_from_mask, global_unstructured
+from .masks import apply, global_unstructured
 
 Schedule = Callable[[int], float]
 
@@ -97,10 +98,8 @@ class MaskScheduler:
             global_unstructured(self.parameters, amount, self.method)
             return self.sparsity
         for module, name in self.parameters:
-            keep = mask_of(module, name)
-            amount = _more(1 - float(keep.double().mean()), wanted)
-            scores = getattr(module, name).detach()
-            custom_from_mask(module, name, self.method(scores, keep, amount))
+            amount = _more(1 - float(mask_of(module, name).double().mean()), wanted)
+            apply(module, name, partial(self.method, amount=amount))
         return self.sparsity
 
     def state_dict(self) -> dict[str, Any]:
