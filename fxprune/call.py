@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from . import tree
 from .channels import Channels
 from .ops import op_name
+from .running import run_node
 from .spec import Spec
 
 if TYPE_CHECKING:
@@ -142,11 +143,7 @@ class Call:
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """The call on real arguments."""
-        if self.node.op == "call_module":
-            return self.module(*args, **kwargs)
-        if self.node.op == "call_method":
-            return getattr(args[0], str(self.node.target))(*args[1:], **kwargs)
-        return self.node.target(*args, **kwargs)  # type: ignore[operator]
+        return run_node(self.node, self.module, args, kwargs)
 
 
 def node_name(node: fx.Node) -> str:

@@ -32,9 +32,9 @@ Cut = tuple[int, int]  # (which tensor among the arguments, dimension)
 
 class Between(nn.Module):
     """The module between layers that make dimensions of its arguments, and one that reads a
-    dimension of its result. On identity matrices these give the arguments as they were."""
+    dimension of a result (``out``). On identity matrices these give the arguments as they were."""
 
-    def __init__(self, module: nn.Module, example_input: Any, cuts: list[Cut], out: int) -> None:
+    def __init__(self, module: nn.Module, example_input: Any, cuts: list[Cut], out: Cut) -> None:
         super().__init__()
         self.module, self.cuts, self.out = module, cuts, out
         self.args, self.kwargs = bind_inputs(example_input)
@@ -54,7 +54,7 @@ class Between(nn.Module):
             self.leads.append([n for i, n in enumerate(x.shape) if i != d])
         with torch.no_grad():
             y = self._call({})
-        self.read = nn.Linear(y.shape[out], 3).to(tensors[cuts[0][0]])
+        self.read = nn.Linear(y.shape[out[1]], 3).to(tensors[cuts[0][0]])
 
     def identities(self) -> tuple[Tensor, ...]:
         return tuple(torch.eye(m.in_features).to(m.weight) for m in self.made)  # type: ignore
@@ -66,8 +66,7 @@ class Between(nn.Module):
             return given.get(next(numbers), t)
 
         args, kwargs = tree.map_tensors((self.args, self.kwargs), swap)
-        y = self.module(*args, **kwargs)
-        return y if isinstance(y, Tensor) else next(tree.tensors(y))
+        return floats(self.module(*args, **kwargs))[self.out[0]]
 
     def forward(self, *identities: Tensor) -> Tensor:
         given = {}
@@ -75,7 +74,11 @@ class Between(nn.Module):
             self.cuts, self.made, self.leads, identities, strict=True
         ):
             given[k] = layer(eye).reshape(*lead, -1).movedim(-1, d).contiguous()
-        return self.read(self._call(given).movedim(self.out, -1))
+        return self.read(self._call(given).movedim(self.out[1], -1))
+
+
+def floats(result: Any) -> list[Tensor]:
+    return [t for t in tree.tensors(result) if t.is_floating_point()]
 
 
 def rows(x: Tensor, dim: int) -> int:
@@ -93,7 +96,7 @@ def cut(pattern: Pattern, module: nn.Module, example_input: Any) -> Iterator[Cla
     args, kwargs = bind_inputs(example_input)
     tensors = list(tree.tensors((args, kwargs)))
     with torch.no_grad(), evaluating(module):
-        y = next(tree.tensors(module(*args, **kwargs)))
+        results = floats(module(*args, **kwargs))
     names = [*(argument_names(type(module)) or [])[: len(args)], *kwargs]
     names = names if len(names) == len(tensors) else [f"input {k}" for k in range(len(tensors))]
     ends = [
@@ -104,20 +107,26 @@ def cut(pattern: Pattern, module: nn.Module, example_input: Any) -> Iterator[Cla
         [a, b] for a, b in combinations(ends, 2)
         if a[0] != b[0] and tensors[a[0]].shape[a[1]] == tensors[b[0]].shape[b[1]]
     ]  # fmt: skip
-    outs = [e for e in range(y.dim()) if y.shape[e] > 1]
+    outs = [(i, e) for i, y in enumerate(results) for e in range(y.dim()) if y.shape[e] > 1]
     tried: set[str] = set()
-    for cuts, e in product([[end] for end in ends] + pairs[:_MANY_PAIRS], outs):
+    for cuts, out in product([[end] for end in ends] + pairs[:_MANY_PAIRS], outs):
         words = [f"dimension {d} of {names[k]}" for k, d in cuts]
-        net = Between(copy.deepcopy(module), example_input, cuts, e).eval()
+        net = Between(copy.deepcopy(module), example_input, cuts, out).eval()
         x = net.identities()
         chosen = _plan(pattern, net, x)
         made = [w for i, w in enumerate(words) if f"made.{i}.weight" in chosen.kept]
         if len(cuts) > 1 and len(made) < len(cuts):
             continue
-        gone = made + [f"dimension {e} of the result"] * ("read.weight" in chosen.kept)
+        gone = made + [f"dimension {out[1]} of {_called(out[0], results)}"] * (
+            "read.weight" in chosen.kept
+        )
         if set(gone) - tried or (len(cuts) > 1 and " and ".join(made) not in tried):
             tried |= {*gone, " and ".join(made)}
             yield from _compare(pattern, chosen, net, x, " and ".join(gone))
+
+
+def _called(i: int, results: list[Tensor]) -> str:
+    return "the result" if len(results) == 1 else f"result {i}"
 
 
 def _plan(pattern: Pattern, net: nn.Module, x: Any) -> PruningPlan:

@@ -7,7 +7,7 @@ in the input and in the return and passes through, ``in`` is summed over, ``out`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -44,6 +44,11 @@ class Declared:
             raise PatternError(f"a layout is a mapping from names to strings, not {layout!r}")
         if sizes is not None and not isinstance(sizes, Mapping):
             raise PatternError(f"sizes={sizes!r} is no mapping from names to numbers")
+        stray = next((key for key in layout if not isinstance(key, str)), None)
+        if stray is not None:
+            raise PatternError(f"a layout goes by names of arguments and parameters, not {stray!r}")
+        if not isinstance(biases, (str, Iterable)):
+            raise PatternError(f"biases={biases!r} are no names of parameters")
         if RETURN not in layout:
             raise PatternError(f"the layout {layout!r} does not say what the 'return' is")
         said = layout[RETURN]
@@ -141,6 +146,9 @@ class Declared:
 
     def attributes(self, given: Mapping[str, str]) -> Callable[[Any, Any], dict[str, Any]]:
         """``attributes(module, new)`` from names of the layout."""
+        wrong = next((text for text in given.values() if not isinstance(text, str)), None)
+        if wrong is not None:
+            raise PatternError(f"attributes: {wrong!r} is no name of a dimension")
         products = {
             key: text.replace("(", " ").replace(")", " ").split() for key, text in given.items()
         }
@@ -176,8 +184,14 @@ class Declared:
         self._check([*folds, *folds.values()], "folds", self.layouts, "in the layout")
         for weight, bias in folds.items():
             own = [n for names in self.layouts[weight] for n in names]
-            theirs = [n for names in self.layouts[bias] for n in names]
+            theirs = tuple(n for names in self.layouts[bias] for n in names)
             self._check(theirs, f"folds: a name of {bias}", own, f"one of {weight}'s, which adds")
+            if theirs not in self.layouts[weight]:
+                raise PatternError(
+                    f"folds: what {weight} adds lies along one of its dimensions; no dimension of "
+                    f"[{written(self.layouts[weight])}] is cut as {bias} is: "
+                    f"[{written(self.layouts[bias])}]"
+                )
         names = argument_names(targets[0])
         if _is_module_class(targets[0]):
             own = [k for k in self.layouts if k not in (names or ())]

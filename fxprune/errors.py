@@ -5,6 +5,12 @@ Every message says what happened, where, and what to do next.
 
 from __future__ import annotations
 
+import pathlib
+import sys
+import warnings
+
+_OWN = f"{pathlib.Path(__file__).parent}/"
+
 
 class PruningError(Exception):
     """Base of everything fxprune raises on purpose."""
@@ -36,3 +42,11 @@ class ProofError(PruningError):
 
 class PruningWarning(UserWarning):
     """Something the caller should know; pruning goes on."""
+
+
+def warn(message: str) -> None:
+    """A :class:`PruningWarning` at the line outside fxprune that called it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, PruningWarning, stacklevel=level)

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from .channels import SourceAxis
 from .constants import Constants, Read
 from .layout import view_dims
-from .replay import tensor_names
+from .running import tensor_names
 
 
 @dataclass

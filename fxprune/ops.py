@@ -73,7 +73,7 @@ def _is_torch(target: Any) -> bool:
     return isinstance(owner, str) and owner.partition(".")[0] in ("torch", "_operator")
 
 
-def has_context(function: type[torch.autograd.Function]) -> bool:
+def sets_up_context(function: type[torch.autograd.Function]) -> bool:
     """Whether its forward goes without ``ctx``, which ``setup_context`` gets."""
     return function.setup_context is not torch.autograd.Function.setup_context
 
@@ -90,7 +90,7 @@ def argument_names(target: Any, given: int = 0, named: Iterable[str] = ()) -> li
     target = target.function if isinstance(target, Applied) else target
     if isinstance(target, type) and issubclass(target, torch.autograd.Function):
         own = list(inspect.signature(target.forward).parameters)
-        return own if has_context(target) else own[1:]
+        return own if sets_up_context(target) else own[1:]
     op = getattr(target, "_opoverload", target)
     if isinstance(op, torch._ops.OpOverload):
         return _schema_names(op)

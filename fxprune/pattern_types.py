@@ -132,6 +132,12 @@ def pattern(
     for target in () if source.startswith("fxprune.") else targets:
         check_target(target)
 
+    functions = {"emits": emits, "only": only, "resize": resize, "refresh": refresh,
+                 "forward": forward}  # fmt: skip
+    wrong = next((k for k, v in functions.items() if not (v is None or callable(v))), None)
+    if wrong:
+        raise PatternError(f"{wrong}={functions[wrong]!r} is no function")
+
     def make(rule: Rule | None) -> Pattern:
         if not targets:
             raise PatternError("a pattern needs a target: a module class, a function, an op …")

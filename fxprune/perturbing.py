@@ -16,7 +16,7 @@ from .channels import FROZEN, Axis, Channels, SourceAxis, distinct
 from .discover import Discover, components_of
 from .ops import argument_names
 from .recording import Trace
-from .running import read_attribute
+from .running import read_attribute, run_node, tensors_of
 from .spec import Spec
 
 _CONSTANT = 1.7
@@ -91,14 +91,9 @@ class Perturbing:
         args, kwargs = fx.node.map_arg((self.node.args, self.node.kwargs), argument)
         with torch.no_grad(), torch.random.fork_rng():
             torch.manual_seed(0)
-            if self.module is not None:
-                own = {k.removeprefix(f"{self.path}."): t for k, t in replaced.items()
-                       if isinstance(k, str)}  # fmt: skip
-                value = torch.func.functional_call(self.module, own, args, kwargs)
-            elif self.node.op == "call_method":
-                value = getattr(args[0], str(self.node.target))(*args[1:], **kwargs)
-            else:
-                value = self.node.target(*args, **kwargs)  # type: ignore[operator]
+            own = {k.removeprefix(f"{self.path}."): t for k, t in replaced.items()
+                   if isinstance(k, str)}  # fmt: skip
+            value = run_node(self.node, self.module, args, kwargs, own)
         return list(tree.tensors(value))
 
     def claims(self) -> Iterator[Claim]:
@@ -133,7 +128,7 @@ class Perturbing:
         pattern = self.trace.pattern(self.node)
         if self.module is None or pattern is None or pattern.attributes is None:
             return
-        views = {k: tuple(t.shape) for k, t in tensors_of(self.module)}
+        views = {k: tuple(t.shape) for k, t in tensors_of(self.module).items()}
         for s in self.free.sources:
             views[self._short(s.name)] = s.view
         x = next(iter(self.free.inputs.values()), None)
@@ -166,39 +161,58 @@ class Perturbing:
                    if s.role == "in" and self._short(s.name) == weight]  # fmt: skip
         units = {int(c) for s in readers for c in distinct(self.free.of(s.labels())) if c}
         at = next((i for i in self._some(len(mine)) if int(mine[i]) in units), None)
-        if at is None or border == "pattern":
+        b = tensors_of(self.module).get(bias)  # type: ignore[arg-type]
+        if at is None or border == "pattern" or b is None:  # a bias that may be None is, here
             return None
-        s, b = readers[0], dict(tensors_of(self.module)).get(bias)
-        if b is None:  # a bias that may be None is, here
-            return None
+        unit = int(mine[at])
+        s = readers[0]
         names, theirs = ([n for d in rule.layouts[key] for n in d] for key in (weight, bias))
         w = self.trace.tensor(s.name).detach().reshape(s.view)
-        gone = torch.from_numpy(self.free.of(s.labels()) == int(mine[at])).to(w.device)
+        gone = torch.from_numpy(self.free.of(s.labels()) == unit).to(w.device)
         gone = gone.reshape([n if d in s.dims else 1 for d, n in enumerate(s.view)])
         rest = [d for d, n in enumerate(names) if n not in theirs]
         added = (w * gone * _CONSTANT).sum(rest) if rest else w * gone * _CONSTANT
-        value = self.values[source].clone()
-        value.select(axis.dims[0], at).fill_(_CONSTANT)
-        folded = {source: value, **self._unread(readers, int(mine[at])),
+        value = self._inner(source, rule) if border else self.values[source].clone()
+        value.movedim(axis.dims[0], 0)[torch.from_numpy(mine == unit)] = _CONSTANT
+        folded = {source: value, **self._unread(readers, unit),
                   f"{self.path}.{bias}": b.detach() + added.reshape(b.shape)}  # fmt: skip
-        y0, y = self.run({source: value})[0], self.run(folded)[0]
-        by = torch.nan_to_num((y.double() - y0.double()).abs())
-        outs = {int(c) for o in self.free.sources if o.role == "out"
-                for c in self.free.of(o.labels()).flat}  # fmt: skip
-        made = [d for a in self.free.results[0].axes
-                if outs & set(self.free.of(a.units).flat) for d in a.dims]  # fmt: skip
-        if border and len(made) < by.dim():  # away from the border there is a place where it is so
-            error = float(by.amax(made).min()) if made else float(by.min())
-        else:
-            error = float(by.max())
+        pairs = zip(self.run({source: value}), self.run(folded), self.free.results, strict=True)
+        error = max(self._difference(y0, y, result, border) for y0, y, result in pairs)
         where = f"dimension {axis.dims[0]} of {self._argument_name(source)}"
-        if error > rounding(y0):
+        if error:
             return Claim(
                 f"folds: what a constant in channel {at} of {where} adds through {weight} is not "
                 f"what {bias} can add instead: the result differs by {error:.2g}",
                 error, holds=False,
             )  # fmt: skip
         return Claim(f"{where}: what a constant adds through {weight} can go into {bias}")
+
+    def _inner(self, source: fx.Node, rule: Any) -> Tensor:
+        """An argument repeated where the layout mixes slices: so that not all of it is border."""
+        value = self.values[source]
+        layout = rule.layouts.get(self._argument_name(source), ())
+        others = {n for key in (*rule.layouts.values(), *rule.results) if key is not layout
+                  for d in key for n in d}  # fmt: skip
+        if len(layout) != value.dim():
+            return value.clone()
+        wide = value.repeat([1 if set(names) & others else 3 for names in layout])
+        try:
+            self.run({source: wide})
+        except Exception:  # whatever the layer raises: it takes this size only
+            return value.clone()
+        return wide
+
+    def _difference(self, y0: Tensor, y: Tensor, result: Channels, border: str) -> float:
+        """Between two results, 0 for rounding: with a border, where it is the least."""
+        by = torch.nan_to_num((y.double() - y0.double()).abs())
+        if border:
+            outs = {int(c) for o in self.free.sources if o.role == "out"
+                    for c in self.free.of(o.labels()).flat}  # fmt: skip
+            made = [d for a in result.axes
+                    if outs & set(self.free.of(a.units).flat) for d in a.dims]  # fmt: skip
+            by = by.amax(made).min() if made else by.min()
+        error = float(by.max()) if by.numel() else 0.0
+        return error if error > rounding(y0) else 0.0
 
     def _alone(
         self, key: Any, tensor: Tensor, dims: tuple[int, ...], units: Tensor, where: str,
@@ -267,7 +281,7 @@ class Perturbing:
         if self.module is None:
             return
         named = {s.name for s in self.free.sources}
-        for local, p in tensors_of(self.module):
+        for local, p in tensors_of(self.module).items():
             full = f"{self.path}.{local}"
             if full in named or not p.is_floating_point() or ".parametrizations." in f".{local}":
                 continue
@@ -355,7 +369,3 @@ class OldSizes:
 
     def keep(self, position: int, dim: int) -> None:
         return None
-
-
-def tensors_of(module: Any) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]

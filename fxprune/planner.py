@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -20,7 +19,7 @@ from .check import check_model
 from .code import Borrowed, CannotRewrite, Code, rewrite
 from .constants import Constants
 from .discover import Relations, discover
-from .errors import InputError, PatternError, PruningError, PruningWarning
+from .errors import InputError, PatternError, PruningError, warn
 from .faults import Fault
 from .fold import folds
 from .pattern_types import Pattern
@@ -457,15 +456,28 @@ class Planner:
         self._configure(result, replay)
         if result.groups and all(g.frozen for g in result.groups):
             reasons = "; ".join(f"{what}: {why}" for what, why in result.skipped[:5])
-            warnings.warn(
-                f"nothing of {type(self.trace.model).__name__} can be pruned. {reasons}",
-                PruningWarning, stacklevel=4,
-            )  # fmt: skip
+            warn(f"nothing of {type(self.trace.model).__name__} can be pruned. {reasons}")
         return result
 
     def _probed(self) -> list[tuple[str, str]]:
-        why = "no pattern is known for it, but probed as it ran: these channels pass through it"
-        return [(name, why) for name in dict.fromkeys(map(node_name, probed(self.trace.graph)))]
+        """What probing has found, where that lets anything be cut."""
+        found = {}
+        for node, dims in probed(self.trace.graph):
+            result = self.relations.values[node]
+            free = [
+                d
+                for a in result.axes
+                for d in a.dims
+                if self.relations.classes[a.units.numpy()].any()
+            ]
+            through = [d for d in dims if d in free]
+            if through:
+                where = "dimension" if len(through) == 1 else "dimensions"
+                found[node_name(node)] = (
+                    "no pattern is known for it, but probed as it ran: channels pass through along "
+                    f"{where} {', '.join(map(str, through))}"
+                )
+        return list(found.items())
 
     def _configure(self, result: PruningPlan, replay: Replay) -> None:
         """Have the model's configuration, if it has one, say what the pruned model is."""

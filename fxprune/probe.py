@@ -35,7 +35,7 @@ def probe(
     passing = [d for d in range(value.dim()) if _passes(run, args, kwargs, inputs, value, d)]
     if not any(value.shape[d] > 1 for d in passing):
         return None
-    names = [f"d{d}" if d in passing else f"mixed{d}" for d in range(value.dim())]
+    names = [_passing(d) if d in passing else f"mixed{d}" for d in range(value.dim())]
     layout = {
         key: " ".join(
             names[d] if n == value.shape[d] and d in passing else f"{key}_{d}"
@@ -50,12 +50,18 @@ def probe(
     return Pattern(name, (), rule, source=SOURCE)
 
 
-def probed(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The calls of a trace whose pattern is what probing found."""
+def probed(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[int]]]:
+    """The calls of a trace whose pattern is what probing found, and the dimensions that pass."""
     for node in graph.nodes:
         pattern = node.meta.get("pattern")
         if pattern is not None and pattern.source == SOURCE:
-            yield node
+            (result,) = pattern.rule.results
+            yield node, [d for d, (name,) in enumerate(result) if name == _passing(d)]
+
+
+def _passing(d: int) -> str:
+    """The name in the layout of a dimension that passes."""
+    return f"d{d}"
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from . import tree
 from .call import Call, Named
 from .channels import Channels, remap
+from .running import run_node, tensors_of
 from .spec import Spec
 
 # For each tensor (by name) and result (by number) the names it is cut into, with their sizes.
@@ -254,20 +255,13 @@ class Reading:
 
     def _call(self, args: Any, kwargs: Any, replaced: dict[str, Tensor]) -> Any:
         call, a = self.call, self.a
-        if call.module is None:
-            return call.run(args, kwargs)
-        own = {
-            key: a.read(named.name) for key in _tensors_of(call.module)
-            if (named := a.member(call, key)) is not None
-        }  # fmt: skip
-        return torch.func.functional_call(call.module, own | replaced, args, kwargs)
+        stored = {} if call.module is None else tensors_of(call.module)
+        members = {key: a.member(call, key) for key in stored}
+        own = {key: a.read(named.name) for key, named in members.items() if named is not None}
+        return run_node(call.node, call.module, args, kwargs, own | replaced)
 
     def _device(self) -> torch.device:
         named = [v for v in self.values.values() if isinstance(v, Named)]
         if named:
             return self.a.read(named[0].name).device
         return next((p.device for p in self.a.trace.model.parameters()), torch.device("cpu"))
-
-
-def _tensors_of(module: nn.Module) -> list[str]:
-    return [*dict(module.named_parameters()), *dict(module.named_buffers())]

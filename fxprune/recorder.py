@@ -374,7 +374,7 @@ class _Recorder(TorchFunctionMode):
 
     def module(self, original: Callable, m: nn.Module, args: Any, kwargs: Any) -> Any:
         path = self.paths.get(id(m))
-        if self._suspended or path is None or threading.get_ident() != self._thread:
+        if path is None or self._not_the_models():
             return original(m, *args, **kwargs)
         self.called.add(path)
         if self.is_leaf(m) and m is not self.model:
@@ -401,6 +401,10 @@ class _Recorder(TorchFunctionMode):
         call.stop = self._count
         return output
 
+    def _not_the_models(self) -> bool:
+        """Whether a call is covered by a leaf's node, or made by another thread."""
+        return self._suspended or threading.get_ident() != self._thread
+
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
         """Torch calls inside are not the model's, or are covered by a leaf's node."""
@@ -422,7 +426,7 @@ class _Recorder(TorchFunctionMode):
 
     def python_call(self, function: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of a registered function that PyTorch does not tell of."""
-        if self._suspended or threading.get_ident() != self._thread:
+        if self._not_the_models():
             return run(*args, **kwargs)
         known = for_function(function) is not None
         with self._paused():

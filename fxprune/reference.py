@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from . import tree
 from .call import Named
 from .channels import Channels
-from .running import bind_inputs, evaluating, outputs, read_attribute
+from .running import bind_inputs, evaluating, outputs, read_attribute, run_node
 
 
 def reference(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> list[Tensor]:
@@ -83,12 +83,8 @@ class Counting:
             return value
 
         args, kwargs = (swap(v) for v in self._replay.calls[node])
-        if node.op == "call_module":
-            result = self._small.get_submodule(str(node.target))(*args, **kwargs)
-        elif node.op == "call_method":
-            result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            result = node.target(*args, **kwargs)  # type: ignore[operator]
+        module = self._small.get_submodule(str(node.target)) if node.op == "call_module" else None
+        result = run_node(node, module, args, kwargs)
         if isinstance(result, Tensor):
             return self._widen(node, result, self._constants.values[node])
         results = zip(result, self._constants.values[node], strict=True)

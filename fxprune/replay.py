@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from . import registry, sizes
 from .algebra import Algebra, computed_by_hook
@@ -24,7 +24,7 @@ from .discover import Relations
 from .faults import Fault, WrongAnswer, WrongOrder, WrongSize, same_sizes
 from .layout import view_dims
 from .recording import Trace
-from .running import read_attribute
+from .running import read_attribute, tensor_names
 from .widths import NewSizes
 
 _MANY = 2**31  # more than there are labels: two of them make one number
@@ -553,10 +553,3 @@ def _matching(labels: Tensor, wanted: Tensor) -> Tensor:
     result = torch.empty(wanted.shape, dtype=torch.int64)
     result[torch.argsort(wanted, stable=True)] = torch.argsort(labels, stable=True)
     return result
-
-
-def tensor_names(module: nn.Module) -> list[str]:
-    """Parameters and buffers of a leaf module and its parts; parametrized ones by their name."""
-    inside = [*(n for n, _ in module.named_parameters()), *(n for n, _ in module.named_buffers())]
-    own = [*module._parameters, *module._buffers, *getattr(module, "parametrizations", ())]
-    return list(dict.fromkeys([*own, *(n for n in inside if "parametrizations." not in n)]))

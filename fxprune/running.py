@@ -11,7 +11,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from . import tree
 from .errors import ModelError, SettingError
@@ -23,6 +23,35 @@ def read_attribute(root: nn.Module, name: str) -> Any:
         inside = value.__dict__.get("_modules", {}) if isinstance(value, nn.Module) else {}
         value = inside[part] if part in inside else getattr(value, part)
     return value
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a module and its parts, as they are stored."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def tensor_names(module: nn.Module) -> list[str]:
+    """Parameters and buffers as the code of a module and its parts reads them: absent ones too, and
+    parametrized ones by their own name."""
+    computed = [
+        f"{path}.{name}" if path else name for path, part in module.named_modules()
+        for name in getattr(part, "parametrizations", ())
+    ]  # fmt: skip
+    names = [*module._parameters, *module._buffers, *computed, *tensors_of(module)]
+    return [n for n in dict.fromkeys(names) if ".parametrizations." not in f".{n}"]
+
+
+def run_node(
+    node: fx.Node, module: Any, args: Any, kwargs: Any, tensors: dict[str, Tensor] | None = None
+) -> Any:
+    """What a node of a trace calls, on real arguments; ``module`` with other ``tensors``."""
+    if node.op == "call_module":
+        if tensors:
+            return torch.func.functional_call(module, tensors, args, kwargs)
+        return module(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def bind_inputs(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .ops import Applied, has_context
+from .ops import Applied, sets_up_context
 
 # What is told: the function, something that runs it, and the arguments of this call.
 Tell = Callable[[Any, Callable[..., Any], Any, Any], Any]
@@ -69,7 +69,7 @@ def outer({names}):
 def _autograd(function: type[torch.autograd.Function], tell: Tell) -> Iterator[None]:
     """``apply`` may have been taken from the class before; what it calls is ``forward``."""
     run, own = function.forward, vars(function).get("forward")
-    context = not has_context(function)
+    context = not sets_up_context(function)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         head, rest = (args[:1], args[1:]) if context else ((), args)

@@ -234,6 +234,47 @@ def test_a_fold_that_is_right_away_from_the_border_is_right():
     assert fxprune.check_pattern(made, Padded(8, 6, 3).double(), image(8))
 
 
+class Banded(nn.Module):
+    """A grouped convolution of PyTorch through another library; ``twice`` with a second result."""
+
+    def __init__(self, twice=False):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(6, 4, 3, 3)), nn.Parameter(torch.ones(6))
+        self.twice = twice
+
+    def forward(self, x):
+        y = (
+            torch.conv2d(
+                torch.from_numpy(x.detach().numpy()), self.weight, None, padding=1, groups=2
+            )
+            + self.bias[:, None, None]
+        )
+        return (torch.arange(3), y.flip(3), y) if self.twice else y
+
+
+BANDED = {"x": "n (g in) h w", "weight": "(g out) in a b", "bias": "(g out)"}
+
+
+@pytest.mark.parametrize("size", [1, 3, 8], ids=["all border", "small", "large"])
+def test_the_fold_of_a_grouped_layout_is_right_on_maps_of_any_size(size):
+    made = fxprune.pattern(
+        Banded, border="padding", biases=["bias"], folds={"weight": "bias"}, sizes={"g": 2},
+        layout={**BANDED, "return": "n (g out) y x"},
+    )  # fmt: skip
+    x = torch.randn(2, 8, size, size, dtype=torch.float64)
+    found = fxprune.check_pattern(made, Banded().double(), x)
+    assert any("can go into bias" in c.text for c in found.claims)
+
+
+def test_each_float_result_of_several_is_tried_and_no_other():
+    layout = {**BANDED, "return": ["three", "n (g out) y x", "n (g out) y x"]}
+    made = fxprune.pattern(Banded, border="padding", biases=["bias"], sizes={"g": 2}, layout=layout)
+    x = torch.randn(2, 8, 5, 5, dtype=torch.float64)
+    found = fxprune.check_pattern(made, Banded(twice=True).double(), x)
+    for i in (0, 1):
+        assert any(f"dimension 1 of result {i} cut by half" in c.text for c in found.claims)
+
+
 def test_parametrized_layers_and_views_of_arguments_are_fine():
     class Viewing(nn.Linear):
         def forward(self, input):

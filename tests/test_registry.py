@@ -158,6 +158,13 @@ def test_a_package_whose_patterns_fail_is_named(monkeypatch):
     (lambda: fxprune.pattern(Mine, steps={0: LAYOUT}), "needs a run"),
     (lambda: fxprune.register(7, layout=LAYOUT), "7 is no module class"),
     (lambda: fxprune.patterns(Mine).__enter__(), "is no Pattern"),
+    (lambda: fxprune.pattern(Mine, layout=LAYOUT | {1: "n"}), "parameters, not 1"),
+    (lambda: fxprune.pattern(Mine, layout=LAYOUT, biases=3), "biases=3 are no names"),
+    (lambda: fxprune.pattern(Mine, layout=LAYOUT, attributes={"width": 3}), "3 is no name"),
+    (lambda: fxprune.pattern(Mine, layout=LAYOUT, refresh=3), "refresh=3 is no function"),
+    (lambda: fxprune.pattern(Mine, folds={"w": "b"},
+                             layout={"x": "n c", "w": "o p c", "b": "o p", "return": "n o p"}),
+     r"no dimension of \[o p c\] is cut as b is: \[o p\]"),
 ])  # fmt: skip
 def test_what_cannot_be_a_pattern_is_said_when_it_is_made(make, words):
     with pytest.raises(fxprune.PatternError, match=words):

@@ -110,7 +110,13 @@ def opaque(function):
 def test_an_elementwise_op_that_nobody_knows_is_found_out_and_told():
     plan, small = check(opaque(bend), image())
     assert small.c.in_channels == small.a.out_channels == small.b.out_channels == 4
-    assert any("bend" in what and "probed" in why for what, why in plan.notes)
+    assert any("bend" in what and "probed" in why and why.endswith("dimension 1")
+               for what, why in plan.notes), plan.notes  # fmt: skip
+
+
+def test_a_probed_op_through_which_no_channel_goes_is_not_said_to_pass_any():
+    plan = fxprune.plan(opaque(lambda y, z: rank(y) + z).double(), image())
+    assert not any("probed" in why for _, why in plan.notes)
 
 
 def test_an_op_that_mixes_positions_but_not_channels_lets_channels_pass():

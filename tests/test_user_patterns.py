@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxprune
+from fxprune.proof import prove
 
 from .oracle import check
 from .test_trace import Net
@@ -320,3 +321,26 @@ def test_a_constant_that_depends_on_sizes_or_masks_is_none(how):
     for value, mask in ((x, no), (longer, torch.rand(3, 9, generator=g) > 0.5)):
         assert torch.allclose(masked(value, mask), small(value, mask), atol=1e-9)
     assert small.c.in_features == 4
+
+
+class Holding(nn.Module):
+    """A layer whose weight is a part's, and parametrized."""
+
+    def __init__(self):
+        super().__init__()
+        self.l = nn.utils.parametrizations.weight_norm(nn.Linear(8, 6))
+
+    def forward(self, x):
+        return torch.from_numpy((x @ self.l.weight.T).detach().numpy()) + self.l.bias
+
+
+def test_a_constant_goes_into_the_bias_of_a_part_whose_weight_is_parametrized():
+    made = fxprune.pattern(
+        Holding, biases=["l.bias"], folds={"l.weight": "l.bias"},
+        layout={"x": "n in", "l.weight": "out in", "l.bias": "out", "return": "n out"},
+    )  # fmt: skip
+    model = nn.Sequential(nn.Linear(5, 8), nn.Sigmoid(), Holding(), nn.Linear(6, 3)).double()
+    plan = fxprune.plan(model, rows(5), patterns=[made])
+    small = plan.apply(model)
+    prove(plan, model, small, rows(5))
+    assert small[2].l.weight.shape[1] == 4 and "2" not in dict(plan.notes)
