@@ -21,7 +21,7 @@ from .errors import (
 )
 from .pattern_check import check_pattern
 from .pattern_types import Pattern, pattern
-from .planner import plan
+from .planning import plan
 from .pruning_plan import ChannelGroup, PruningPlan
 from .recorder import trace
 from .registry import register, unregister

@@ -9,7 +9,7 @@ from torch import nn
 
 from .errors import SettingError
 from .pattern_types import Pattern
-from .planner import plan
+from .planning import plan
 from .proof import prove
 from .recorder import trace
 from .rewrite import apply_with_journal

@@ -21,7 +21,8 @@ from .discover import Relations
 from .errors import ProofError
 from .leftovers import made_plain
 from .pattern_types import Pattern
-from .planner import Planner, make_plan
+from .planner import Planner
+from .planning import make_plan
 from .proof import largest_error, tolerance
 from .pruning_plan import PruningPlan
 from .recording import Trace

@@ -18,7 +18,7 @@ from .errors import ProofError, PruningWarning
 from .ops import argument_names
 from .pattern_types import Pattern
 from .perturbing import Claim, rounding
-from .planner import plan
+from .planning import plan
 from .proof import prove
 from .pruning_plan import PruningPlan
 from .recording import Trace

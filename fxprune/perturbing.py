@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, fx
 
 from . import tree
-from .call import leaves, map_specs, node_name, rigid
-from .channels import FROZEN, Axis, Channels, SourceAxis, distinct
-from .discover import Discover, components_of
+from .alone import Free, OldSizes
+from .call import node_name
+from .channels import Axis, Channels, SourceAxis, distinct
 from .ops import argument_names
 from .recording import Trace
 from .running import read_attribute, run_node, tensors_of
-from .spec import Spec
 
 _CONSTANT = 1.7
 _SLICES = 8  # of one dimension that are perturbed, one at a time
@@ -34,40 +33,6 @@ class Claim:
 
     def __str__(self) -> str:
         return f"{'holds' if self.holds else 'false'}: {self.text}"
-
-
-class Free(Discover):
-    """One node whose arguments have channels along every dimension: what its pattern says."""
-
-    def __init__(self, trace: Trace, node: fx.Node) -> None:
-        super().__init__(trace)
-        self.inputs: dict[fx.Node, Channels] = {}
-        with torch.no_grad():
-            for source in node.all_input_nodes:
-                self.values[source] = self._argument(source)
-            self.results: list[Channels] = list(leaves(self._visit(node)))
-        none = np.zeros(0, dtype=np.int64)
-        left = np.concatenate([none, *(a for a, _ in self._joins)])
-        right = np.concatenate([none, *(b for _, b in self._joins)])
-        found = components_of(left, right, self._next)
-        self.classes = np.where(found == found[FROZEN], 0, found + 1)  # by label; 0 stays
-
-    def _argument(self, source: fx.Node) -> Any:
-        spec = source.meta["spec"]
-        if source.op == "get_attr":
-            return self._attribute(source)
-        if isinstance(spec, Spec) and spec.dtype.is_floating_point:
-            axes = []
-            for d, n in enumerate(spec.shape):
-                if n > 1:
-                    axes.append(Axis((d,), torch.arange(self._next, self._next + n)))
-                    self._next += n
-            self.inputs[source] = Channels(spec.shape, tuple(axes))
-            return self.inputs[source]
-        return map_specs(spec, rigid)
-
-    def of(self, units: Tensor) -> np.ndarray:
-        return self.classes[units.numpy()]
 
 
 class Perturbing:
@@ -353,19 +318,3 @@ def _distance(y: Tensor, y0: Tensor) -> float:
 def rounding(y: Tensor) -> float:
     scale = float(y.double().abs().nan_to_num(posinf=0).max()) if y.numel() else 1.0
     return _ROUNDING.get(y.dtype, 1e-1) * max(scale, 1e-30)
-
-
-@dataclass
-class OldSizes:
-    """As :class:`fxprune.widths.NewSizes`, at the widths of the layer as it is."""
-
-    views: dict[str, tuple[int, ...]]
-    input: tuple[int, ...]
-    spec: Any
-
-    @property
-    def result(self) -> Any:
-        return self.spec.shape if isinstance(self.spec, Spec) else [s.shape for s in self.spec]
-
-    def keep(self, position: int, dim: int) -> None:
-        return None

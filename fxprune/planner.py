@@ -2,125 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import configs, fusions, groups, importance, kept
-from .announced import announced
-from .call import node_name
+from . import fusions, groups, importance
+from .assembling import assemble
 from .channels import SourceAxis
-from .check import check_model
-from .code import Borrowed, CannotRewrite, Code, rewrite
+from .code import CannotRewrite, Code, rewrite
 from .constants import Constants
-from .discover import Relations, discover
-from .errors import InputError, PatternError, PruningError, warn
+from .discover import Relations
 from .faults import Fault
 from .fold import folds
-from .pattern_types import Pattern
-from .probe import probed
-from .pruning_plan import ChannelGroup, PruningPlan
-from .recorder import record
+from .orders import Mismatch
+from .pruning_plan import PruningPlan
 from .recording import Trace
-from .registry import every, scope
-from .replay import Mismatch, Replay
-from .running import uncollected
+from .replay import Replay
 from .select import Choice, keep_count
-from .settings import Settings, check_names, make_settings, matches
+from .settings import Settings, matches
 
 _ROUNDS = 50  # of freezing what turned out not to fit; each freezes at least one group
-
-
-def plan(
-    model: nn.Module,
-    example_input: Any,
-    *,
-    sparsity: float | Mapping[Any, float] = 0.5,
-    ignore: Iterable[Any] | str | type | nn.Module = (),
-    importance: Any = "l2",
-    round_to: int = 1,
-    bias: str = "propagate",
-    exact: bool = False,
-    attention: str = "heads",
-    outputs: str | Iterable[str] | None = None,
-    patterns: Iterable[Pattern] = (),
-) -> PruningPlan:
-    """Record ``model``, group its channels and choose which go. Nothing is changed.
-
-    Args:
-        model: any module that runs on ``example_input``.
-        example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
-        sparsity: the fraction of units that each group loses, in [0, 1); or a mapping from module
-            name (globs allowed) or module type to a fraction. Layers that a mapping does not match
-            stay whole, with all that is coupled to them.
-        ignore: module names, globs, types or modules whose output channels all stay.
-        importance: ``"l2"``, ``"l1"``, ``"random"``, ``"fpgm"`` or a callable
-            (:mod:`fxprune.importance`); the lowest scores go.
-        round_to: kept widths are multiples of this where they shrink at all.
-        bias: ``"propagate"`` moves what removed channels still emit into the layers that read
-            them; ``"drop"`` has removed channels contribute nothing.
-        exact: keep one masked channel as a carrier where zero padding would make a moved constant
-            wrong at the border.
-        attention: cut attention into whole ``"heads"`` or into ``"head_dim"`` slices.
-        outputs: names of the entries of the mapping or dataclass that the model returns which have
-            to stay as they are (``"logits"``); by default all that it returns keeps its width.
-        patterns: made by :func:`fxprune.pattern`, which hold for this call only, before any others.
-
-    Raises:
-        PruningError: a setting, the model or the input cannot be used; the message says why.
-    """
-    settings = make_settings(
-        sparsity, ignore, importance, round_to, bias, exact, attention, outputs
-    )
-    return make_plan(model, example_input, settings, patterns, Planner)
-
-
-def make_plan(
-    model: nn.Module,
-    example_input: Any,
-    settings: Settings,
-    patterns: Iterable[Pattern],
-    planner: type[Planner],
-) -> PruningPlan:
-    """Record, relate, and let a planner choose."""
-    check_model(model, example_input)
-    check_names(model, settings)
-
-    @cache
-    def trained() -> Trace | None:
-        try:
-            return record(model, example_input, settings.outputs, training=True)
-        except InputError:
-            return None
-
-    patterns = (patterns,) if isinstance(patterns, Pattern) else patterns or ()
-    with scope(*patterns, override=True), uncollected(), _naming_patterns():
-        trace = record(model, example_input, settings.outputs)
-        found = fusions.find(trace)  # before the first walk: they give nodes another meaning
-        relations = discover(trace, attention=settings.attention)
-        return planner(trace, relations, settings, trained, found).plan()
-
-
-@contextlib.contextmanager
-def _naming_patterns() -> Iterator[None]:
-    """An error that a pattern of a user's makes names it; others are ours."""
-    try:
-        yield
-    except PruningError:
-        raise
-    except Exception as error:
-        own = [f"{p.name} ({p.source})" for p in every() if not p.is_builtin]
-        if not own:
-            raise
-        raise PatternError(
-            f"planning failed with {type(error).__name__}: {error}. It rests on patterns that are "
-            f"not fxprune's own: {', '.join(own)}; fxprune.check_pattern tries what one says"
-        ) from error
 
 
 class Planner:
@@ -160,7 +64,7 @@ class Planner:
         for _ in range(_ROUNDS):
             replay = self._attempt()
             if replay is not None:
-                return self._result(replay)
+                return assemble(self, replay)
         raise AssertionError("freezing did not come to an end")  # each round freezes a group
 
     def _ask(self) -> None:
@@ -183,17 +87,17 @@ class Planner:
                     )
                     for a in group.axes
                 ]  # fmt: skip
-                scores = importance.scores(score, parts, self._name(group))
+                scores = importance.scores(score, parts, self.name(group))
                 self.scores[id(group)] = scores
 
     def _fraction(self, group: groups.Group) -> tuple[float, str | None]:
-        owners = [self._owner(axis) for axis in group.producers]
+        owners = [self.owner(axis) for axis in group.producers]
         for path, module in owners:
             for key in self.settings.ignore:
                 if matches(key, path, module):
                     return 0.0, f"{path} is in ignore"
         for axis in group.axes:  # norms and the like have no producer of their own
-            path, module = self._owner(axis)
+            path, module = self.owner(axis)
             if axis.role in ("scale", "stat") and any(
                 matches(key, path, module) for key in self.settings.ignore
             ):
@@ -208,12 +112,12 @@ class Planner:
             fractions.append(found[0])
         return min(fractions, default=0.0), None
 
-    def _name(self, group: groups.Group) -> str:
+    def name(self, group: groups.Group) -> str:
         """The first layer that makes the channels; for those of the input, that reads them."""
-        path = self._owner(group.leader)[0] or group.leader.name
+        path = self.owner(group.leader)[0] or group.leader.name
         return path if group.producers else f"{path} (input)"
 
-    def _owner(self, axis: SourceAxis) -> tuple[str, nn.Module]:
+    def owner(self, axis: SourceAxis) -> tuple[str, nn.Module]:
         path = axis.name.rpartition(".")[0]
         return path, self.modules.get(path, self.trace.model)
 
@@ -385,7 +289,7 @@ class Planner:
             if len(values) > 1 or name in self.attributes:
                 continue
             path, _, key = name.rpartition(".")
-            if self._is_layer(path) and replay.module_sizes.get(path, {}).get(key) not in values:
+            if self.is_layer(path) and replay.module_sizes.get(path, {}).get(key) not in values:
                 continue  # a layer's attribute is what its tensors say, or no width at all
             (value,) = values
             if index is not None:
@@ -395,7 +299,7 @@ class Planner:
         self.attributes |= fresh
         return bool(fresh)
 
-    def _is_layer(self, path: str) -> bool:
+    def is_layer(self, path: str) -> bool:
         """Whether no code of the model's own runs in the module: a leaf of the trace."""
         if path not in self.modules:  # a configuration
             return False
@@ -422,130 +326,3 @@ class Planner:
         for group in concerned:
             group.frozen = f"{reason} ({where})" if where else reason
             group.line = line
-
-    # -- the result -----------------------------------------------------------------------------
-
-    def _result(self, replay: Replay) -> PruningPlan:
-        result = PruningPlan(
-            groups=[self._channel_group(g) for g in self.groups],
-            kept=kept.by_dimension(replay, self.relations),
-            fusions=self.fusions,
-            skipped=[],
-            graph=self.relations.graph,
-            settings=self.settings,
-            notes=self.folds.notes + self._probed(),
-            attributes={
-                name: value
-                for name, value in self.attributes.items()
-                if not self._is_layer(name.rpartition(".")[0])  # which its tensors change
-            },
-            code=self.code | {path: Borrowed(f) for path, f in replay.forwards.items()},
-            _trace=self.trace,
-            _relations=self.relations,
-            _removed=self.removed,
-            _carriers=self.carriers,
-            _silent=self.silent,
-            _folds=self.folds,
-            _replay=replay,
-            _walk=self.constants,
-            _units=[g.units for g in self.groups if not g.frozen and g.producers],
-        )
-        result.skipped = self._skipped(result)
-        asked = {str(n.target) for n in self.trace.graph.nodes if n.op == "get_attr"}
-        result.attributes |= announced(self.trace, replay, asked | result.attributes.keys())
-        self._configure(result, replay)
-        if result.groups and all(g.frozen for g in result.groups):
-            reasons = "; ".join(f"{what}: {why}" for what, why in result.skipped[:5])
-            warn(f"nothing of {type(self.trace.model).__name__} can be pruned. {reasons}")
-        return result
-
-    def _probed(self) -> list[tuple[str, str]]:
-        """What probing has found, where that lets anything be cut."""
-        found = {}
-        for node, dims in probed(self.trace.graph):
-            result = self.relations.values[node]
-            free = [
-                d
-                for a in result.axes
-                for d in a.dims
-                if self.relations.classes[a.units.numpy()].any()
-            ]
-            through = [d for d in dims if d in free]
-            if through:
-                where = "dimension" if len(through) == 1 else "dimensions"
-                found[node_name(node)] = (
-                    "no pattern is known for it, but probed as it ran: channels pass through along "
-                    f"{where} {', '.join(map(str, through))}"
-                )
-        return list(found.items())
-
-    def _configure(self, result: PruningPlan, replay: Replay) -> None:
-        """Have the model's configuration, if it has one, say what the pruned model is."""
-        model = self.trace.model
-        if not hasattr(model, "config") or not result.kept:
-            return
-        shapes = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            first = self.trace.names.get(id(tensor), name)  # of the names of a tied tensor
-            shape = list(tensor.shape)
-            for dim, rows in result.kept.get(first, {}).items():
-                shape[dim] = rows.shape[-1]
-            shapes[name] = tuple(shape)
-        asked = {str(n.target) for n in self.trace.graph.nodes if n.op == "get_attr"}
-        fixed = asked - result.attributes.keys()
-        numbers = configs.attributes(model) | result.attributes
-        for path, values in replay.module_sizes.items():
-            numbers |= {f"{path}.{key}": value for key, value in values.items()}
-        found = configs.truthful(model, shapes, numbers, replay.widths(), fixed)
-        if found is None:
-            note = "it cannot say how wide the pruned model is: save the whole module"
-            result.notes.append(("config", note))
-        else:
-            result.attributes |= found
-
-    def _channel_group(self, group: groups.Group) -> ChannelGroup:
-        lead = self.relations.of(group.leader).reshape(-1)
-        scores = None
-        if id(group) in self.scores:
-            scores = torch.from_numpy(self.scores[id(group)])
-        gone = self.removed & ~self.carriers
-        units = group.units
-        return ChannelGroup(
-            name=self._name(group),
-            members=kept.members(group.axes),
-            width=len(units) if len(units) else len(np.unique(lead)) if lead.any() else len(lead),
-            removed=torch.from_numpy(np.flatnonzero(gone[units])),
-            importance=scores,
-            frozen=group.frozen,
-            approximate=group.approximate,
-            line=group.line,
-            carriers=torch.from_numpy(np.flatnonzero(self.carriers[units])),
-        )
-
-    def _skipped(self, result: PruningPlan) -> list[tuple[str, str]]:
-        """Layers with weights that keep every output channel, and why."""
-        skipped = []
-        shrunk = {name for name, dims in result.kept.items()}
-        for group, shown in zip(self.groups, result.groups, strict=True):
-            if shown.frozen:
-                for axis in group.producers:
-                    path = self._owner(axis)[0] or axis.name
-                    skipped.append((path, shown.frozen))
-        known = {what for what, _ in skipped}
-        for path, module in self.modules.items():
-            weights = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
-            if not weights or path in known:
-                continue
-            if path not in self.trace.called and not any(
-                self.trace.names.get(id(p), "") in self._used() for p in weights
-            ):
-                skipped.append((path, "it is not called on the example input"))
-            elif not any(self.trace.names.get(id(p)) in shrunk for p in weights) and not any(
-                self.trace.names.get(id(p)) in {s.name for s in self.relations.sources}
-                for p in weights
-            ):
-                skipped.append((path, "fxprune has no pattern for how its weight is used"))
-        return list(dict.fromkeys(skipped))
-
-    def _used(self) -> set[str]:
-        return {s.name for s in self.relations.sources}

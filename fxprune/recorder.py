@@ -35,7 +35,7 @@ from .recording import ModuleCall, Trace, after_write, set_item
 from .registry import for_function, for_module, python_functions
 from .running import bind_inputs, describe, evaluating, read_attribute, uncollected, wanted
 from .spec import BASIC, spec
-from .told import told
+from .told import module_calls, told
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
@@ -91,9 +91,9 @@ def record(
         _LOCK,
         uncollected(),
         evaluating(model, training=training),
-        _traced_attributes(model, recorder),
+        sizes.traced_attributes(model),
         torch.no_grad(),
-        _module_calls(recorder),
+        module_calls(recorder.module),
         told(python_functions(), recorder.python_call),
     ):
         args, kwargs = recorder.placeholders(args, kwargs)
@@ -119,58 +119,6 @@ def record(
         {key: name for key, (name, _) in recorder.named.items()},
         recorder.escapes,
     )
-
-
-@contextlib.contextmanager
-def _traced_attributes(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """While recording, the integers in the modules' attributes know which attribute they are."""
-    undo: list[tuple[dict[str, Any], str, Any, Any]] = []
-
-    def wrap(space: dict[str, Any], prefix: str) -> None:
-        for key, value in list(space.items()):
-            name = f"{prefix}{key}"
-            if key.startswith("_"):
-                continue
-            if type(value) is int:
-                new: Any = sizes.traced(value, sizes.Attribute(name))
-            elif type(value) in (tuple, list) and value and all(type(v) is int for v in value):
-                new = type(value)(
-                    sizes.traced(v, sizes.Attribute(name, i)) for i, v in enumerate(value)
-                )
-            else:
-                continue
-            undo.append((space, key, value, new))
-            space[key] = new
-
-    seen: set[int] = set()
-    for path, m in model.named_modules():
-        prefix = f"{path}." if path else ""
-        wrap(vars(m), prefix)
-        config = vars(m).get("config")
-        if hasattr(config, "__dict__") and id(config) not in seen:
-            seen.add(id(config))  # one config is often shared by many modules
-            wrap(vars(config), f"{prefix}config.")
-    try:
-        yield
-    finally:
-        for space, key, old, new in reversed(undo):
-            if space.get(key) is new:  # else the model's own code has set it
-                space[key] = old
-
-
-@contextlib.contextmanager
-def _module_calls(recorder: _Recorder) -> Iterator[None]:
-    """Send the calls of the model's modules through the recorder."""
-    original = nn.Module.__call__
-
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.module(original, self, args, kwargs)
-
-    nn.Module.__call__ = __call__  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
 
 
 class _Recorder(TorchFunctionMode):

@@ -7,13 +7,15 @@ attributes are instances of :class:`TracedInt`. They behave as plain integers, a
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -188,3 +190,38 @@ _install_rounding(TracedInt, int)
 _install_rounding(TracedFloat, float)
 _install_questions(TracedInt, int)
 _install_questions(TracedFloat, float)
+
+
+@contextlib.contextmanager
+def traced_attributes(model: nn.Module) -> Iterator[None]:
+    """While recording, the integers in the modules' attributes know which attribute they are."""
+    undo: list[tuple[dict[str, Any], str, Any, Any]] = []
+
+    def wrap(space: dict[str, Any], prefix: str) -> None:
+        for key, value in list(space.items()):
+            name = f"{prefix}{key}"
+            if key.startswith("_"):
+                continue
+            if type(value) is int:
+                new: Any = traced(value, Attribute(name))
+            elif type(value) in (tuple, list) and value and all(type(v) is int for v in value):
+                new = type(value)(traced(v, Attribute(name, i)) for i, v in enumerate(value))
+            else:
+                continue
+            undo.append((space, key, value, new))
+            space[key] = new
+
+    seen: set[int] = set()
+    for path, m in model.named_modules():
+        prefix = f"{path}." if path else ""
+        wrap(vars(m), prefix)
+        config = vars(m).get("config")
+        if hasattr(config, "__dict__") and id(config) not in seen:
+            seen.add(id(config))  # one config is often shared by many modules
+            wrap(vars(config), f"{prefix}config.")
+    try:
+        yield
+    finally:
+        for space, key, old, new in reversed(undo):
+            if space.get(key) is new:  # else the model's own code has set it
+                space[key] = old

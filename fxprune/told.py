@@ -1,5 +1,5 @@
-"""Hearing of calls that PyTorch does not tell of: Python functions and autograd functions that have
-a pattern. They become one node of the trace instead of what runs inside them."""
+"""Hearing of calls that PyTorch does not tell of: modules, Python functions and autograd functions.
+Those that have a pattern become one node of the trace instead of what runs inside them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from .ops import Applied, sets_up_context
 
@@ -83,3 +84,19 @@ def _autograd(function: type[torch.autograd.Function], tell: Tell) -> Iterator[N
             del function.forward
         else:
             function.forward = own  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def module_calls(tell: Callable[..., Any]) -> Iterator[None]:
+    """While inside, ``tell`` is called in the place of each module: with its ``__call__``, it, and
+    its arguments."""
+    original = nn.Module.__call__
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return tell(original, self, args, kwargs)
+
+    nn.Module.__call__ = __call__  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]

@@ -1,0 +1,66 @@
+"""One node by itself, with channels along all dimensions of its arguments: what its pattern says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from .call import leaves, map_specs, rigid
+from .channels import FROZEN, Axis, Channels
+from .discover import Discover, components_of
+from .recording import Trace
+from .spec import Spec
+
+
+class Free(Discover):
+    """One node whose arguments have channels along every dimension: what its pattern says."""
+
+    def __init__(self, trace: Trace, node: fx.Node) -> None:
+        super().__init__(trace)
+        self.inputs: dict[fx.Node, Channels] = {}
+        with torch.no_grad():
+            for source in node.all_input_nodes:
+                self.values[source] = self._argument(source)
+            self.results: list[Channels] = list(leaves(self._visit(node)))
+        none = np.zeros(0, dtype=np.int64)
+        left = np.concatenate([none, *(a for a, _ in self._joins)])
+        right = np.concatenate([none, *(b for _, b in self._joins)])
+        found = components_of(left, right, self._next)
+        self.classes = np.where(found == found[FROZEN], 0, found + 1)  # by label; 0 stays
+
+    def _argument(self, source: fx.Node) -> Any:
+        spec = source.meta["spec"]
+        if source.op == "get_attr":
+            return self._attribute(source)
+        if isinstance(spec, Spec) and spec.dtype.is_floating_point:
+            axes = []
+            for d, n in enumerate(spec.shape):
+                if n > 1:
+                    axes.append(Axis((d,), torch.arange(self._next, self._next + n)))
+                    self._next += n
+            self.inputs[source] = Channels(spec.shape, tuple(axes))
+            return self.inputs[source]
+        return map_specs(spec, rigid)
+
+    def of(self, units: Tensor) -> np.ndarray:
+        return self.classes[units.numpy()]
+
+
+@dataclass
+class OldSizes:
+    """As :class:`fxprune.widths.NewSizes`, at the widths of the layer as it is."""
+
+    views: dict[str, tuple[int, ...]]
+    input: tuple[int, ...]
+    spec: Any
+
+    @property
+    def result(self) -> Any:
+        return self.spec.shape if isinstance(self.spec, Spec) else [s.shape for s in self.spec]
+
+    def keep(self, position: int, dim: int) -> None:
+        return None

@@ -1,0 +1,152 @@
+"""A plan from what its planner has come to: groups, reasons, notes, attributes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from . import configs, groups, kept
+from .announced import announced
+from .call import node_name
+from .code import Borrowed
+from .errors import warn
+from .probe import probed
+from .pruning_plan import ChannelGroup, PruningPlan
+from .replay import Replay
+
+if TYPE_CHECKING:
+    from .planner import Planner
+
+
+def assemble(planner: Planner, replay: Replay) -> PruningPlan:
+    """The plan that a planner has come to."""
+    result = PruningPlan(
+        groups=[_channel_group(planner, g) for g in planner.groups],
+        kept=kept.by_dimension(replay, planner.relations),
+        fusions=planner.fusions,
+        skipped=[],
+        graph=planner.relations.graph,
+        settings=planner.settings,
+        notes=planner.folds.notes + _probed(planner),
+        attributes={
+            name: value
+            for name, value in planner.attributes.items()
+            if not planner.is_layer(name.rpartition(".")[0])  # which its tensors change
+        },
+        code=planner.code | {path: Borrowed(f) for path, f in replay.forwards.items()},
+        _trace=planner.trace,
+        _relations=planner.relations,
+        _removed=planner.removed,
+        _carriers=planner.carriers,
+        _silent=planner.silent,
+        _folds=planner.folds,
+        _replay=replay,
+        _walk=planner.constants,
+        _units=[g.units for g in planner.groups if not g.frozen and g.producers],
+    )
+    result.skipped = _skipped(planner, result)
+    asked = {str(n.target) for n in planner.trace.graph.nodes if n.op == "get_attr"}
+    result.attributes |= announced(planner.trace, replay, asked | result.attributes.keys())
+    _configure(planner, result, replay)
+    if result.groups and all(g.frozen for g in result.groups):
+        reasons = "; ".join(f"{what}: {why}" for what, why in result.skipped[:5])
+        warn(f"nothing of {type(planner.trace.model).__name__} can be pruned. {reasons}")
+    return result
+
+
+def _probed(planner: Planner) -> list[tuple[str, str]]:
+    """What probing has found, where that lets anything be cut."""
+    found = {}
+    for node, dims in probed(planner.trace.graph):
+        result = planner.relations.values[node]
+        free = [
+            d
+            for a in result.axes
+            for d in a.dims
+            if planner.relations.classes[a.units.numpy()].any()
+        ]
+        through = [d for d in dims if d in free]
+        if through:
+            where = "dimension" if len(through) == 1 else "dimensions"
+            found[node_name(node)] = (
+                "no pattern is known for it, but probed as it ran: channels pass through along "
+                f"{where} {', '.join(map(str, through))}"
+            )
+    return list(found.items())
+
+
+def _configure(planner: Planner, result: PruningPlan, replay: Replay) -> None:
+    """Have the model's configuration, if it has one, say what the pruned model is."""
+    model = planner.trace.model
+    if not hasattr(model, "config") or not result.kept:
+        return
+    shapes = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        first = planner.trace.names.get(id(tensor), name)  # of the names of a tied tensor
+        shape = list(tensor.shape)
+        for dim, rows in result.kept.get(first, {}).items():
+            shape[dim] = rows.shape[-1]
+        shapes[name] = tuple(shape)
+    asked = {str(n.target) for n in planner.trace.graph.nodes if n.op == "get_attr"}
+    fixed = asked - result.attributes.keys()
+    numbers = configs.attributes(model) | result.attributes
+    for path, values in replay.module_sizes.items():
+        numbers |= {f"{path}.{key}": value for key, value in values.items()}
+    found = configs.truthful(model, shapes, numbers, replay.widths(), fixed)
+    if found is None:
+        note = "it cannot say how wide the pruned model is: save the whole module"
+        result.notes.append(("config", note))
+    else:
+        result.attributes |= found
+
+
+def _channel_group(planner: Planner, group: groups.Group) -> ChannelGroup:
+    lead = planner.relations.of(group.leader).reshape(-1)
+    scores = None
+    if id(group) in planner.scores:
+        scores = torch.from_numpy(planner.scores[id(group)])
+    gone = planner.removed & ~planner.carriers
+    units = group.units
+    return ChannelGroup(
+        name=planner.name(group),
+        members=kept.members(group.axes),
+        width=len(units) if len(units) else len(np.unique(lead)) if lead.any() else len(lead),
+        removed=torch.from_numpy(np.flatnonzero(gone[units])),
+        importance=scores,
+        frozen=group.frozen,
+        approximate=group.approximate,
+        line=group.line,
+        carriers=torch.from_numpy(np.flatnonzero(planner.carriers[units])),
+    )
+
+
+def _skipped(planner: Planner, result: PruningPlan) -> list[tuple[str, str]]:
+    """Layers with weights that keep every output channel, and why."""
+    skipped = []
+    shrunk = {name for name, dims in result.kept.items()}
+    for group, shown in zip(planner.groups, result.groups, strict=True):
+        if shown.frozen:
+            for axis in group.producers:
+                path = planner.owner(axis)[0] or axis.name
+                skipped.append((path, shown.frozen))
+    known = {what for what, _ in skipped}
+    for path, module in planner.modules.items():
+        weights = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
+        if not weights or path in known:
+            continue
+        if path not in planner.trace.called and not any(
+            planner.trace.names.get(id(p), "") in _used(planner) for p in weights
+        ):
+            skipped.append((path, "it is not called on the example input"))
+        elif not any(planner.trace.names.get(id(p)) in shrunk for p in weights) and not any(
+            planner.trace.names.get(id(p)) in {s.name for s in planner.relations.sources}
+            for p in weights
+        ):
+            skipped.append((path, "fxprune has no pattern for how its weight is used"))
+    return list(dict.fromkeys(skipped))
+
+
+def _used(planner: Planner) -> set[str]:
+    return {s.name for s in planner.relations.sources}

@@ -1,0 +1,110 @@
+"""Planning: record a model, relate its channels, and let a planner choose."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from . import fusions
+from .check import check_model
+from .discover import discover
+from .errors import InputError, PatternError, PruningError
+from .pattern_types import Pattern
+from .planner import Planner
+from .pruning_plan import PruningPlan
+from .recorder import record
+from .recording import Trace
+from .registry import every, scope
+from .running import uncollected
+from .settings import Settings, check_names, make_settings
+
+
+def plan(
+    model: nn.Module,
+    example_input: Any,
+    *,
+    sparsity: float | Mapping[Any, float] = 0.5,
+    ignore: Iterable[Any] | str | type | nn.Module = (),
+    importance: Any = "l2",
+    round_to: int = 1,
+    bias: str = "propagate",
+    exact: bool = False,
+    attention: str = "heads",
+    outputs: str | Iterable[str] | None = None,
+    patterns: Iterable[Pattern] = (),
+) -> PruningPlan:
+    """Record ``model``, group its channels and choose which go. Nothing is changed.
+
+    Args:
+        model: any module that runs on ``example_input``.
+        example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
+        sparsity: the fraction of units that each group loses, in [0, 1); or a mapping from module
+            name (globs allowed) or module type to a fraction. Layers that a mapping does not match
+            stay whole, with all that is coupled to them.
+        ignore: module names, globs, types or modules whose output channels all stay.
+        importance: ``"l2"``, ``"l1"``, ``"random"``, ``"fpgm"`` or a callable
+            (:mod:`fxprune.importance`); the lowest scores go.
+        round_to: kept widths are multiples of this where they shrink at all.
+        bias: ``"propagate"`` moves what removed channels still emit into the layers that read
+            them; ``"drop"`` has removed channels contribute nothing.
+        exact: keep one masked channel as a carrier where zero padding would make a moved constant
+            wrong at the border.
+        attention: cut attention into whole ``"heads"`` or into ``"head_dim"`` slices.
+        outputs: names of the entries of the mapping or dataclass that the model returns which have
+            to stay as they are (``"logits"``); by default all that it returns keeps its width.
+        patterns: made by :func:`fxprune.pattern`, which hold for this call only, before any others.
+
+    Raises:
+        PruningError: a setting, the model or the input cannot be used; the message says why.
+    """
+    settings = make_settings(
+        sparsity, ignore, importance, round_to, bias, exact, attention, outputs
+    )
+    return make_plan(model, example_input, settings, patterns, Planner)
+
+
+def make_plan(
+    model: nn.Module,
+    example_input: Any,
+    settings: Settings,
+    patterns: Iterable[Pattern],
+    planner: type[Planner],
+) -> PruningPlan:
+    """Record, relate, and let a planner choose."""
+    check_model(model, example_input)
+    check_names(model, settings)
+
+    @cache
+    def trained() -> Trace | None:
+        try:
+            return record(model, example_input, settings.outputs, training=True)
+        except InputError:
+            return None
+
+    patterns = (patterns,) if isinstance(patterns, Pattern) else patterns or ()
+    with scope(*patterns, override=True), uncollected(), _naming_patterns():
+        trace = record(model, example_input, settings.outputs)
+        found = fusions.find(trace)  # before the first walk: they give nodes another meaning
+        relations = discover(trace, attention=settings.attention)
+        return planner(trace, relations, settings, trained, found).plan()
+
+
+@contextlib.contextmanager
+def _naming_patterns() -> Iterator[None]:
+    """An error that a pattern of a user's makes names it; others are ours."""
+    try:
+        yield
+    except PruningError:
+        raise
+    except Exception as error:
+        own = [f"{p.name} ({p.source})" for p in every() if not p.is_builtin]
+        if not own:
+            raise
+        raise PatternError(
+            f"planning failed with {type(error).__name__}: {error}. It rests on patterns that are "
+            f"not fxprune's own: {', '.join(own)}; fxprune.check_pattern tries what one says"
+        ) from error
