@@ -1,4 +1,4 @@
-"""One node by itself, with channels along all dimensions of its arguments: what its pattern says."""
+"""One node by itself, with channels along all dimensions of its arguments."""
 
 from __future__ import annotations
 
