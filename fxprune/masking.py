@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from .channels import SourceAxis
 from .errors import PlanError
 from .fold import Folds, Shift
-from .mask import bake, own_class, parametrizations, put_on
+from .mask import bake, beneath, masked_names, own_class, parametrizations, put_on
 from .running import copy_model, read_attribute
 
 
@@ -22,15 +22,9 @@ def mask(plan: Any, model: nn.Module) -> nn.Module:
     keeps = keep_masks(plan, folds)
     masked = copy_model(model)
     bake(masked)
-    owners = _owners(masked)
     for module in masked.modules():
         own_class(module)
-    for name, keep in keeps.items():
-        path, _, attribute = name.rpartition(".")
-        tensor = read_attribute(masked, name)
-        keep = keep.to(tensor.device)
-        for module, key in owners.get(id(tensor), [(masked.get_submodule(path), attribute)]):
-            put_on(module, key, keep)
+    put_masks(masked, keeps)
     with torch.no_grad():
         for shift in folds.shifts:
             if shift.masked_too:
@@ -39,6 +33,17 @@ def mask(plan: Any, model: nn.Module) -> nn.Module:
                     keep = live_rows(plan, shift.path).to(shift.delta.device)
                     put_on(masked.get_submodule(shift.path), shift.attribute, keep)
     return masked
+
+
+def put_masks(model: nn.Module, keeps: dict[str, Tensor]) -> None:
+    """Mask tensors by name; tied ones wherever they are, masked ones by both masks together."""
+    owners = _owners(model)
+    for name, keep in keeps.items():
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        tensor = beneath(module, attribute)
+        for owner, key in owners.get(id(tensor), [(module, attribute)]):
+            put_on(owner, key, keep.to(tensor.device))
 
 
 def keep_masks(plan: Any, folds: Folds) -> dict[str, Tensor]:
@@ -96,7 +101,11 @@ def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     """For each tensor of the model, all modules that hold it: a tied one is masked in each."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if isinstance(module, parametrize.ParametrizationList):
+            continue  # what it holds is beneath a tensor of its module
+        own = {**module._parameters, **module._buffers}
+        own |= {name: beneath(module, name) for name in masked_names(module)}
+        for key, tensor in own.items():
             if tensor is not None:
                 owners.setdefault(id(tensor), []).append((module, key))
     return owners

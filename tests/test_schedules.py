@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 import fxprune
 from fxprune import mask_methods
 from fxprune.errors import SettingError
-from fxprune.schedules import MaskScheduler, cubic, linear, one_shot
+from fxprune.schedules import MaskScheduler, PlanScheduler, cubic, linear, one_shot
 
 
 def test_schedules_begin_and_end_where_they_should():
@@ -110,3 +112,90 @@ def test_training_with_the_penalty_kills_units_that_compact_takes_out():
     small = fxprune.compact(net, x)
     assert small.a.out_features == 8 - dead
     assert float((small(x) - net(x)).abs().max()) < 1e-5
+
+
+def conv_net():
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 12, 3), nn.SiLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 4),
+    ).double()  # fmt: skip
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return net.eval()
+
+
+IMAGE = torch.randn(2, 3, 9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def train(net, optimizer, images):
+    net.train()
+    optimizer.zero_grad()
+    (net(images) - 1).square().mean().backward()
+    optimizer.step()
+    net.eval()
+
+
+def test_units_go_step_by_step_while_the_model_trains():
+    net = conv_net()
+    weights = [net[0].weight, net[3].weight]
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    scheduler = PlanScheduler(net, IMAGE, linear(0.5, 4))
+    gone = torch.zeros(12, dtype=torch.bool)
+    for i in range(1, 5):
+        for _ in range(3):
+            train(net, optimizer, IMAGE)
+        assert scheduler.step() == pytest.approx(linear(0.5, 4)(i), abs=0.06)
+        now = (net[3].weight == 0).flatten(1).all(1)
+        assert bool((now | ~gone).all()) and int(now.sum()) == 12 * i // 8
+        gone = now
+    assert [net[0].parametrizations.weight.original, net[3].parametrizations.weight.original] == (
+        weights
+    )
+    wanted = net(IMAGE)
+    assert torch.allclose(fxprune.compact(net, IMAGE)(IMAGE), wanted, rtol=0, atol=1e-9)
+    small = scheduler.plan.apply(net)
+    assert small[0].out_channels == 4 and small[3].out_channels == 6
+    assert torch.allclose(small(IMAGE), wanted, rtol=0, atol=1e-9)
+
+
+def test_a_plan_schedule_goes_on_in_another_process():
+    net, other = conv_net(), conv_net()
+    settings = {"importance": "random", "ignore": "0"}
+    first = PlanScheduler(net, IMAGE, cubic(0.5, 4), **settings)
+    first.step()
+    first.step()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    second = PlanScheduler(other, IMAGE, cubic(0.5, 4), **settings)
+    second.load_state_dict(torch.load(_saved(first.state_dict()), weights_only=True))
+    other.load_state_dict(net.state_dict())
+    assert torch.equal(net(IMAGE), other(IMAGE)) and "step 2" in repr(second)
+    assert first.step() == second.step() and torch.equal(net(IMAGE), other(IMAGE))
+
+
+def test_masks_of_a_schedule_go_on_in_another_process():
+    nets = [nn.Linear(10, 20) for _ in range(2)]
+    first, second = (MaskScheduler([(net, "weight")], cubic(0.5, 4)) for net in nets)
+    first.step()
+    second.load_state_dict(first.state_dict())
+    nets[1].load_state_dict(nets[0].state_dict())
+    assert first.step() == second.step() and torch.equal(nets[0].weight, nets[1].weight)
+
+
+def _saved(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def test_what_a_plan_schedule_cannot_take_is_said():
+    with pytest.raises(SettingError, match="the schedule says"):
+        PlanScheduler(conv_net(), IMAGE, linear(0.5, 4), sparsity=0.5)
+    with pytest.raises(SettingError, match="not in"):
+        PlanScheduler(conv_net(), IMAGE, lambda step: 2.0).step()
+    scheduler = PlanScheduler(conv_net(), IMAGE, linear(0.5, 4, after=2))
+    assert scheduler.step() == 0.0 and scheduler.plan is None
