@@ -28,6 +28,9 @@ def prune(
     attention: str = "heads",
     outputs: str | Iterable[str] | None = None,
     patterns: Iterable[Pattern] = (),
+    calibration: Iterable[Any] | None = None,
+    calibration_batches: int | None = None,
+    calibration_mode: str = "sequential",
     inplace: bool = False,
     as_graph: bool = False,
     verify: bool = True,
@@ -37,8 +40,8 @@ def prune(
     Args:
         model: any module that runs on ``example_input``. It is left untouched.
         example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
-        sparsity, ignore, importance, round_to, bias, exact, attention, outputs, patterns: see
-            :func:`fxprune.plan`.
+        sparsity, ignore, importance, round_to, bias, exact, attention, outputs, patterns,
+            calibration, calibration_batches, calibration_mode: see :func:`fxprune.plan`.
         inplace: change ``model`` itself; an exception leaves it as it was.
         as_graph: return the pruned model as one :class:`torch.fx.GraphModule`, recorded from its
             run on ``example_input`` (:func:`fxprune.trace`), for those who go on with fx passes.
@@ -64,6 +67,9 @@ def prune(
         attention=attention,
         outputs=outputs,
         patterns=patterns,
+        calibration=calibration,
+        calibration_batches=calibration_batches,
+        calibration_mode=calibration_mode,
     )
     if verify or not inplace:
         small, _ = apply_with_journal(chosen, model, inplace=False, folds=chosen._folds)

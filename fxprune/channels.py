@@ -60,6 +60,19 @@ class SourceAxis:
         """One value a slice, laid out to meet the tensor in its view."""
         return values.reshape([n if d in self.dims else 1 for d, n in enumerate(self.view)])
 
+    def flat(self, tensor: Tensor) -> Tensor:
+        """The tensor as (rows, n, rest): the axis' last dimension, one row for each slice of its
+        others (the groups of a grouped convolution)."""
+        front = tensor.reshape(self.view).movedim(self.dims, tuple(range(len(self.dims))))
+        return front.reshape(-1, self.shape[-1], front[(0,) * len(self.dims)].numel())
+
+    def unflat(self, flat: Tensor) -> Tensor:
+        """The tensor again, from what :meth:`flat` makes of it."""
+        rest = [n for d, n in enumerate(self.view) if d not in self.dims]
+        front = flat.reshape(*self.shape, *rest)
+        back = front.movedim(tuple(range(len(self.dims))), self.dims)
+        return back.reshape(self.tensor_shape)
+
     def labels(self) -> Tensor:
         return torch.arange(self.first, self.first + self.size).reshape(self.shape)
 

@@ -37,6 +37,7 @@ class Read:
     constant: Tensor
     border: str
     out: SourceAxis | None  # the weight's axis that makes the outputs
+    arrive: Tensor  # labels of the channels that it reads, laid out like ``axis``
 
 
 class Constants(Algebra):
@@ -49,6 +50,7 @@ class Constants(Algebra):
     """
 
     masked = True  # whether removed units are masked, or dead as they are
+    every = False  # whether layers that read no dead channel are noted too
 
     def __init__(
         self,
@@ -188,7 +190,7 @@ class Constants(Algebra):
                 continue
             seen.add(id(right))  # an axis over groups lies on two of the dimensions
             dead = self._removed[right.units]
-            if not dead.any():
+            if not (self.every or dead.any()):
                 continue
             weight, other = right, left
             if not (weight.source and weight.source.role == "in"):
@@ -198,7 +200,8 @@ class Constants(Algebra):
                 constant = other.over(weight.dims, _or_nan(other)).expand(weight.units.shape)
                 border = border or ("padding" if other.border else "")
                 out = self._makers.get(weight.source.name)
-                read = Read(call, weight.source, dead, constant.clone(), border, out)
+                arrive = other.over(weight.dims).expand(weight.units.shape)
+                read = Read(call, weight.source, dead, constant.clone(), border, out, arrive)
                 self.reads.append(read)
             else:
                 self._product_of_activations(call, left, right, dims)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,9 +37,28 @@ class Carry:
 
 
 @dataclass
+class Mix:
+    """A weight that reads, in the place of each of its channels, what the kept ones say of it.
+
+    ``matrix`` is (rows, n, n) over the axis, with zeros in the columns of channels that go;
+    ``offset`` (rows, n) is what they cannot say, which ``shift`` adds to the bias. ``error`` is the
+    expected squared error of the layer's output over the output's variance.
+    """
+
+    axis: SourceAxis
+    matrix: Tensor
+    offset: Tensor
+    shift: Shift | None
+    error: float
+    samples: int
+    ridge: float
+
+
+@dataclass
 class Folds:
     shifts: list[Shift] = field(default_factory=list)
     carries: list[Carry] = field(default_factory=list)
+    mixes: dict[str, Mix] = field(default_factory=dict)  # by name of the weight
     # Columns whose constant cannot be kept: the masked model reads 0 there. By label of the axis.
     dropped: dict[int, tuple[SourceAxis, Tensor]] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
@@ -58,17 +77,20 @@ def folds(
     *,
     bias: str,
     exact: bool,
+    skip: Container[str] = (),
 ) -> Folds:
     """What each reading layer does with the constants it reads.
 
     Args:
         constants: the second walk, run.
         carriers: for each unit class, whether it stays as a masked channel.
+        skip: weights to leave alone.
     """
     result = Folds()
     by_weight: dict[str, list[Read]] = {}
     for read in constants.reads:
-        by_weight.setdefault(read.axis.name, []).append(read)
+        if read.axis.name not in skip:
+            by_weight.setdefault(read.axis.name, []).append(read)
     for several in by_weight.values():
         reads = several[:1] if _alike(several) else several
         for read in reads:
@@ -94,6 +116,13 @@ def folds(
     return result
 
 
+def mixed(weight: Tensor, mix: Mix) -> Tensor:
+    """The weight folded with a prediction: W · A, in each row of the axis."""
+    flat = mix.axis.flat(weight)
+    found = mix.matrix.to(flat.device).transpose(1, 2) @ flat.double()
+    return mix.axis.unflat(found.to(weight.dtype))
+
+
 def _alike(reads: list[Read]) -> bool:
     """Whether a layer reads the same constants each time it is called."""
     first, *others = reads
@@ -116,13 +145,13 @@ def _fold(result, constants, read, nonzero, alive, model, exact) -> None:
         result.drop(read.axis, nonzero)
         result.notes.append((read.call.name, "a constant differs by position here: dropped"))
         return
-    sink = _sink(constants, read, model)
+    sink = sink_of(constants, read, model)
     if sink is None:
         result.drop(read.axis, nonzero)
         result.notes.append((read.call.name, "no bias can take the constant: dropped"))
         return
     path, attribute, name, sign = sink
-    delta = sign * _delta(constants, read, constant)
+    delta = sign * delta_of(constants, read, constant)
     border = bool(read.border)
     if border:
         result.drop(read.axis, nonzero)
@@ -143,7 +172,7 @@ def _carry(read: Read, constant: Tensor, alive: Tensor) -> Carry | None:
     return Carry(read.axis, best, factors.reshape(constant.shape))
 
 
-def _delta(constants: Constants, read: Read, constant: Tensor) -> Tensor:
+def delta_of(constants: Constants, read: Read, constant: Tensor) -> Tensor:
     """What the constants add to each live output: Σ W · constant over columns and kernel."""
     axis = read.axis
     makes = sorted(_making_dims(read))
@@ -172,7 +201,7 @@ def _making_dims(read: Read) -> set[int]:
     return set(out) | (same - set(read.axis.dims))
 
 
-def _sink(constants: Constants, read: Read, model: nn.Module):
+def sink_of(constants: Constants, read: Read, model: nn.Module):
     """(module path, attribute, tensor name, sign) of what can take a constant, or None."""
     call = read.call
     pattern = call.pattern

@@ -10,21 +10,32 @@ from torch.nn.utils import parametrize
 
 from .channels import SourceAxis
 from .errors import PlanError
-from .fold import Folds, Shift
-from .mask import bake, beneath, masked_names, own_class, parametrizations, put_on
+from .fold import Folds, Shift, mixed
+from .mask import bake, beneath, masked_names, masks_on, own_class, parametrizations, put_on
 from .running import copy_model, read_attribute
 
 
 def mask(plan: Any, model: nn.Module) -> nn.Module:
     """See :meth:`fxprune.plan.PruningPlan.mask`."""
     check_fits(plan, model)
-    folds = plan.folds(model)
-    keeps = keep_masks(plan, folds)
+    return masked(plan, model, plan.folds(model))
+
+
+def masked(plan: Any, model: nn.Module, folds: Folds) -> nn.Module:
+    """A copy of ``model`` with a plan's masks, and constants as ``folds`` say."""
     masked = copy_model(model)
     bake(masked)
     for module in masked.modules():
         own_class(module)
-    put_masks(masked, keeps)
+    with torch.no_grad():
+        for name, mix in folds.mixes.items():
+            weight = read_attribute(masked, name)
+            weight.data = mixed(weight.data, mix)
+    put_masks(masked, keep_masks(plan, folds))
+    for name in folds.mixes:
+        path, _, attribute = name.rpartition(".")
+        for one in masks_on(masked.get_submodule(path), attribute):
+            one.mixed = True
     with torch.no_grad():
         for shift in folds.shifts:
             if shift.masked_too:
@@ -66,6 +77,8 @@ def keep_masks(plan: Any, folds: Folds) -> dict[str, Tensor]:
             block(axis, silent)
     for axis, columns in folds.dropped.values():
         block(axis, columns)
+    for mix in folds.mixes.values():
+        block(mix.axis, plan.flags("removed", mix.axis) & ~plan.flags("carrier", mix.axis))
     return keeps
 
 

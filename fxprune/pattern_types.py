@@ -39,6 +39,7 @@ class Pattern:
     bias: Any = None
     refresh: Callable[[nn.Module], None] | None = None
     forward: Callable[..., Any] | None = None
+    reads: Callable[..., Any] | None = None
     product: bool = False
     steps: Mapping[int, Pattern] | None = None
     shared: bool = False
@@ -79,6 +80,7 @@ def pattern(
     bias: Any = None,
     refresh: Callable[[nn.Module], None] | None = None,
     forward: Callable[..., Any] | None = None,
+    reads: Callable[..., Any] | None = None,
     product: bool = False,
     shared: bool = False,
 ) -> Any:
@@ -122,6 +124,8 @@ def pattern(
         refresh: called on a module after its tensors have changed.
         forward: a forward for widths that the class's own cannot express, which ``attributes``
             then gives as ``"forward"``; modules that have it follow the same rule.
+        reads: ``reads(module, name, args, kwargs)`` gives what a weight of the module, by name,
+            reads in a call, where that is no argument of it: (…, channels), or None.
         product: the result is 0 wherever an operand is.
         shared: whether the nodes inside a run may be read by others too.
 
@@ -133,7 +137,7 @@ def pattern(
         check_target(target)
 
     functions = {"emits": emits, "only": only, "resize": resize, "refresh": refresh,
-                 "forward": forward}  # fmt: skip
+                 "forward": forward, "reads": reads}  # fmt: skip
     wrong = next((k for k, v in functions.items() if not (v is None or callable(v))), None)
     if wrong:
         raise PatternError(f"{wrong}={functions[wrong]!r} is no function")
@@ -154,7 +158,7 @@ def pattern(
         sink = bias if folds is None else _sink(called, rule, folds, targets)
         return Pattern(
             called, targets, rule, kind, told, resize, absorb, sink, refresh, forward,  # type: ignore[arg-type]
-            product, inner, shared, source,
+            reads, product, inner, shared, source,
         )  # fmt: skip
 
     if layout is not None:

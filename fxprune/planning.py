@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from . import fusions
+from .calibrating import calibrate
 from .check import check_model
 from .discover import discover
 from .errors import InputError, PatternError, PruningError
@@ -36,6 +37,9 @@ def plan(
     attention: str = "heads",
     outputs: str | Iterable[str] | None = None,
     patterns: Iterable[Pattern] = (),
+    calibration: Iterable[Any] | None = None,
+    calibration_batches: int | None = None,
+    calibration_mode: str = "sequential",
 ) -> PruningPlan:
     """Record ``model``, group its channels and choose which go. Nothing is changed.
 
@@ -57,6 +61,13 @@ def plan(
         outputs: names of the entries of the mapping or dataclass that the model returns which have
             to stay as they are (``"logits"``); by default all that it returns keeps its width.
         patterns: made by :func:`fxprune.pattern`, which hold for this call only, before any others.
+        calibration: an iterable of inputs without labels, or of ``(input, label)``, whose labels
+            are not used. What the channels that go said is predicted from those that stay, and
+            folded into the layers that read them.
+        calibration_batches: how many of them to take; by default all.
+        calibration_mode: ``"sequential"`` goes through the layers one by one, each in the model
+            pruned so far, with the activations of all batches in memory; ``"parallel"`` takes one
+            batch after the other and every layer as if it were the only one.
 
     Raises:
         PruningError: a setting, the model or the input cannot be used; the message says why.
@@ -64,7 +75,13 @@ def plan(
     settings = make_settings(
         sparsity, ignore, importance, round_to, bias, exact, attention, outputs
     )
-    return make_plan(model, example_input, settings, patterns, Planner)
+    made = make_plan(model, example_input, settings, patterns, Planner)
+    if calibration is not None:
+        calibrate(
+            made, model, calibration, example_input, limit=calibration_batches,
+            mode=calibration_mode,
+        )  # fmt: skip
+    return made
 
 
 def make_plan(

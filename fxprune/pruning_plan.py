@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from .channels import SourceAxis
 from .code import Borrowed, Code
 from .constants import Constants
 from .discover import Relations
-from .fold import Folds, folds
+from .fold import Folds, Mix, folds
 from .fusions import Fusion
 from .recording import Trace
 from .replay import Replay
@@ -91,6 +92,7 @@ class PruningPlan:
     _replay: Replay = field(repr=False)
     _units: list[np.ndarray] = field(repr=False)  # of each group that is not frozen
     _walk: type[Constants] = field(repr=False)
+    _mixes: dict[str, Mix] = field(default_factory=dict, repr=False)  # of a calibration
 
     @property
     def approximate(self) -> list[str]:
@@ -145,21 +147,30 @@ class PruningPlan:
         """
         return penalties.proximal_step(self, model, amount)
 
-    def constants(self, model: nn.Module) -> Constants:
+    def constants(self, model: nn.Module, walk: type[Constants] | None = None) -> Constants:
         """What ``model``'s removed channels still say: the second walk, run."""
-        constants = self._walk(
+        constants = (walk or self._walk)(
             self._trace, self._relations, self._removed, self._silent, model,
             attention=self.settings.attention,
         )  # fmt: skip
         constants.run()
         return constants
 
-    def folds(self, model: nn.Module) -> Folds:
-        """Where the constants of ``model``'s removed channels go."""
-        return folds(
+    def folds(self, model: nn.Module, *, skip: Container[str] = (), mixes: bool = True) -> Folds:
+        """Where the constants of ``model``'s removed channels go.
+
+        Args:
+            skip: weights to leave alone.
+            mixes: whether those that are calibrated get predictions; a masked model has them.
+        """
+        found = folds(
             self.constants(model), self._carriers, self._relations.classes, model,
-            bias=self.settings.bias, exact=self.settings.exact,
+            bias=self.settings.bias, exact=self.settings.exact, skip=skip or self._mixes,
         )  # fmt: skip
+        if mixes and not skip:
+            found.mixes = self._mixes
+            found.shifts += [mix.shift for mix in self._mixes.values() if mix.shift is not None]
+        return found
 
     def flags(self, which: str, axis: SourceAxis) -> Tensor:
         """For each slice of an axis whether its unit is removed, silent or a carrier."""

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from .channels import SourceAxis
 from .code import rewritten_class
 from .errors import ModelError
-from .fold import Carry, Folds
+from .fold import Carry, Folds, mixed
 from .kept import shrink
-from .mask import bake, is_masked, parametrizations
+from .mask import Mask, bake, is_masked, parametrizations
 from .masking import check_fits, keep_masks
 from .running import copy_model, read_attribute, uncollected
 
@@ -90,6 +90,8 @@ def apply_with_journal(
     if isinstance(model, nn.Module) and is_masked(model):
         if inplace:
             raise ModelError("a masked model cannot be pruned in place; use inplace=False")
+        if any(one.mixed for one in model.modules() if isinstance(one, Mask)):
+            folds = plan.folds(model, mixes=False)
         model = copy_model(model)
         bake(model)
     check_fits(plan, model)
@@ -139,13 +141,18 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
         else:
             change.tensors[f"{path}.{attribute}" if path else attribute] = rows
     carries = {carry.axis.name: carry for carry in folds.carries}
+    mixes = folds.mixes
     masked = plan._carriers.any() and plan._walk.masked
     masks = keep_masks(plan, folds) if masked else {}
-    for name in sorted(plan.kept.keys() | deltas.keys() | carries.keys() | masks.keys()):
+    for name in sorted(
+        plan.kept.keys() | deltas.keys() | carries.keys() | mixes.keys() | masks.keys()
+    ):
         old = read_attribute(model, name).detach()
         new = old
         if name in carries:
             new = _carried(new, carries[name])
+        if name in mixes:
+            new = mixed(new, mixes[name])
         if name in masks:  # carriers stay as masked channels
             new = new.masked_fill(~masks[name].to(new.device), 0)
         if name in deltas:

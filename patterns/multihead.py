@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from fxprune.patterns.attention import mix
 from fxprune.patterns.linear import dense
 from fxprune.patterns.multihead_forward import narrow_attention
@@ -26,7 +27,19 @@ def widths(m, new):
     return found
 
 
-@register(nn.MultiheadAttention, kind="attention", attributes=widths, bias=True,
+def reads(m, name, args, kwargs):
+    """The heads' results, which the projection back reads: the layer with nothing in its place."""
+    if name != "out_proj.weight":
+        return None
+    weight, bias = m.out_proj.weight, m.out_proj.bias
+    eye = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+    nothing = {"out_proj.weight": eye}
+    if bias is not None:
+        nothing["out_proj.bias"] = torch.zeros_like(eye[0])
+    return torch.func.functional_call(m, nothing, args, kwargs)[0]
+
+
+@register(nn.MultiheadAttention, kind="attention", attributes=widths, bias=True, reads=reads,
         forward=narrow_attention)  # fmt: skip
 def multihead(a, call):
     """y = Wₒ · concat over heads of softmax(q kᵀ / √d) v; q, k, v = W x + b."""

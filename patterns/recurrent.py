@@ -6,6 +6,7 @@ A masked unit has zero weights and zero biases, and emits zero from a zero state
 from __future__ import annotations
 
 from fxprune.patterns.joining import end_to_end, stack_parts
+from fxprune.patterns.unrolling import reads
 from torch import nn
 
 from fxprune.channels import Channels, remap
@@ -30,7 +31,8 @@ def refresh(m):
     m.flatten_parameters()
 
 
-@register(nn.LSTM, nn.GRU, nn.RNN, kind="lstm", attributes=sizes, bias=True, refresh=refresh)
+@register(nn.LSTM, nn.GRU, nn.RNN, kind="lstm", attributes=sizes, bias=True, refresh=refresh,
+        reads=reads)  # fmt: skip
 def recurrent(a, call):
     """h[t] = f(W x[t] + U h[t - 1] + b): all gates of a hidden unit, and what reads it back."""
     m, x = call.module, call.arg(0, "input")

@@ -1,0 +1,165 @@
+"""Predicting channels from those that stay: streamed sums, and the ridge regression on them.
+
+With X all channels that a layer reads in the model as it is, and X̃ those that it will read, over
+many inputs, ``A`` and ``b`` minimise E‖X − (A X̃ + b)‖² + ridge · ‖A − S‖², where S puts each kept
+channel in its own place. For a linear layer W the folded W·A is then also the best for its output,
+for W (A X̃ + b) is what it computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Ridges that are tried, over the mean variance of the kept channels.
+RIDGES = (1e-7, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
+_CHUNK = 8192  # samples of which products are summed at once
+_LEFT_OUT = 4  # every so manieth sample is for choosing the ridge
+
+
+@dataclass
+class Fit:
+    """The best prediction of all channels from the kept ones.
+
+    Attributes:
+        matrix: (rows, n, n), with columns of zeros for channels that go: A above.
+        offset: (rows, n): b above.
+        error: expected squared error of the reading layer's output, over the output's variance.
+        ridge: the one that predicted left-out samples best.
+        samples: how many there were.
+    """
+
+    matrix: Tensor
+    offset: Tensor
+    error: float
+    ridge: float
+    samples: int
+
+
+class Sums:
+    """Means and covariances of what a layer reads before and after, in float64, streamed.
+
+    Args:
+        kept: bool (rows, n): the channels that stay, equally many in each row. Rows are separate
+            problems: the groups of a grouped convolution.
+    """
+
+    def __init__(self, kept: Tensor) -> None:
+        self.kept = kept
+        self.rows, self.width = kept.shape
+        count = int(kept[0].sum())
+        self.index = torch.nonzero(kept)[:, 1].reshape(self.rows, count)
+        size = count + self.width
+        self.count = [0, 0]  # samples for fitting, and those left out
+        self.sums = [torch.zeros(self.rows, size, dtype=torch.float64) for _ in range(2)]
+        self.products = [
+            torch.zeros(self.rows, size, size, dtype=torch.float64) for _ in range(2)
+        ]  # fmt: skip
+        self.pivot: Tensor | None = None  # near the mean, so that little is lost in squares
+        self.finite = True
+
+    def add(self, before: Tensor, after: Tensor, inputs: int) -> None:
+        """Samples (m, rows · n) of the channels in the model as it is, and in the pruned one;
+        ``inputs``: how many inputs they come from, one after the other."""
+        for part, chosen in enumerate(_split(len(before), inputs)):
+            for some in chosen.split(_CHUNK):
+                self._add(part, before[some], after[some])
+
+    def _add(self, part: int, before: Tensor, after: Tensor) -> None:
+        if not len(before):
+            return
+        index = self.index.to(after.device)
+        x, y = (t.reshape(len(t), self.rows, self.width).movedim(0, 1) for t in (before, after))
+        y = y.gather(2, index[:, None].expand(-1, y.shape[1], -1))
+        z = torch.cat([y, x], 2)
+        z = z if z.dtype in (torch.float32, torch.float64) else z.float()
+        if self.pivot is None:
+            self.pivot = z.mean(1, keepdim=True)
+        z = z - self.pivot
+        self.finite = self.finite and bool(z.isfinite().all())
+        self.count[part] += z.shape[1]
+        self.sums[part] += z.sum(1).double().cpu()
+        self.products[part] += (z.transpose(1, 2) @ z).double().cpu()
+
+    def fit(self, weight: Tensor, *, intercept: bool = True) -> Fit | None:
+        """The regression, with the ridge that is best for the output of ``weight`` (rows, n, m) on
+        the samples left out; None where there is nothing to go by."""
+        if sum(self.count) < 2 or not self.finite:
+            return None
+        metric = (weight @ weight.transpose(1, 2)).double().cpu()
+        ridge = RIDGES[0]
+        if min(self.count) > 1:
+            ridge = self._best_ridge(metric, intercept)
+        moments = self._moments([0, 1], intercept)
+        extra = _solve(moments, [ridge])[0]
+        error = float(_error(moments, extra, metric).sum())
+        spread = float((metric * moments.all).sum())
+        matrix = torch.diag_embed(self.kept.double().cpu())
+        index = self.index.cpu()[:, None].expand(-1, self.width, -1)
+        matrix = matrix.scatter_add(2, index, extra)
+        offset = moments.mean_missing - (extra @ moments.mean_kept[..., None])[..., 0]
+        relative = error / spread if spread > 0 else 0.0
+        return Fit(matrix, offset if intercept else offset * 0, relative, ridge, sum(self.count))
+
+    def _best_ridge(self, metric: Tensor, intercept: bool) -> float:
+        fitted = self._moments([0], intercept)
+        unseen = self._moments([1], intercept)
+        errors = [float(_error(unseen, a, metric).sum()) for a in _solve(fitted, RIDGES)]
+        return RIDGES[min(range(len(errors)), key=errors.__getitem__)]
+
+    def _moments(self, parts: list[int], intercept: bool) -> Moments:
+        """Of the kept channels F, of all channels X, and of what is missing D = X − S F."""
+        assert self.pivot is not None
+        count = sum(self.count[p] for p in parts)
+        mean = torch.stack([self.sums[p] for p in parts]).sum(0) / count
+        second = torch.stack([self.products[p] for p in parts]).sum(0) / count
+        second = second - mean[:, :, None] * mean[:, None, :]
+        mean = mean + self.pivot[:, 0].double().cpu()
+        if not intercept:  # about zero
+            second = second + mean[:, :, None] * mean[:, None, :]
+        k = self.index.shape[1]
+        select = torch.zeros(self.rows, self.width, k, dtype=torch.float64)
+        select.scatter_(1, self.index.cpu()[:, None], 1.0)
+        cross = second[:, k:, :k] - select @ second[:, :k, :k]
+        left = second[:, k:, k:] - second[:, k:, :k] @ select.transpose(1, 2)
+        missing = left - (select @ cross.transpose(1, 2))
+        return Moments(
+            second[:, :k, :k], cross, missing, second[:, k:, k:], mean[:, :k],
+            mean[:, k:] - (select @ mean[:, :k, None])[..., 0],
+        )  # fmt: skip
+
+
+@dataclass
+class Moments:
+    kept: Tensor  # (rows, k, k): F Fᵀ
+    cross: Tensor  # (rows, n, k): D Fᵀ
+    missing: Tensor  # (rows, n, n): D Dᵀ
+    all: Tensor  # (rows, n, n): X Xᵀ
+    mean_kept: Tensor
+    mean_missing: Tensor
+
+
+def _split(samples: int, inputs: int) -> tuple[Tensor, Tensor]:
+    """Samples for fitting, and those left out: whole inputs, where there are enough of them."""
+    each = max(1, samples // max(inputs, 1))
+    out = (torch.arange(samples) // each) % _LEFT_OUT == _LEFT_OUT - 1
+    return torch.nonzero(~out)[:, 0], torch.nonzero(out)[:, 0]
+
+
+def _solve(moments: Moments, ridges: tuple[float, ...] | list[float]) -> list[Tensor]:
+    """For each ridge the matrix (rows, n, k) that predicts what is missing."""
+    values, vectors = torch.linalg.eigh(moments.kept)
+    values = values.clamp(min=0)
+    scale = values.mean(1, keepdim=True).clamp(min=1e-30)
+    turned = moments.cross @ vectors
+    return [(turned / (values + r * scale)[:, None]) @ vectors.transpose(1, 2) for r in ridges]
+
+
+def _error(moments: Moments, extra: Tensor, metric: Tensor) -> Tensor:
+    """E‖W (D − A F)‖², for each row."""
+    crossed = extra @ moments.cross.transpose(1, 2)
+    left = moments.missing - crossed - crossed.transpose(1, 2)
+    left = left + extra @ moments.kept @ extra.transpose(1, 2)
+    return (metric * left).sum((1, 2))
