@@ -8,9 +8,8 @@ before the run goes on: so later layers see what the earlier ones have become.
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +22,18 @@ from torch import Tensor, fx, nn
 from . import masking, tree
 from .channels import Channels
 from .constants import Constants, Read
-from .errors import InputError, SettingError
-from .fold import Mix, Shift, delta_of, mixed, sink_of
+from .errors import SettingError
+from .fold import Mix, Shift, delta_of, mixed, placed, sink_of
 from .mask import bake
 from .pruning_plan import PruningPlan
+from .recording import Trace
 from .reference import Counting, tensor_nodes
 from .regression import Sums
 from .rewrite import apply
 from .running import bind_inputs, evaluating, tensors_of
 
 MODES = ("sequential", "parallel")
+MOST = 4096  # channels that are predicted each for itself: their covariance has so many squared
 
 
 @dataclass
@@ -43,11 +44,14 @@ class Reader:
         read: what the second walk knows of it.
         source: the node whose tensor it reads; None where that is inside its layer.
         dims: the dimensions of that tensor along which the channels lie, in the weight's order.
+        order: (channels, positions) of the weight's slices, where each channel lies at several
+            positions (behind a flatten): all are predicted alike.
     """
 
     read: Read
     source: fx.Node | None
     dims: tuple[int, ...] = ()
+    order: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -72,7 +76,10 @@ class Reader:
         value = run.env[self.source]
         rank = value.dim()
         moved = value.movedim(self.dims, tuple(range(rank - len(self.dims), rank)))
-        return moved.reshape(-1, size)
+        flat = moved.reshape(-1, size)
+        if self.order is None:
+            return flat
+        return flat[:, self.order.to(flat.device)].movedim(1, 2).reshape(-1, len(self.order))
 
 
 class Everything(Constants):
@@ -85,36 +92,30 @@ def calibrate(
     plan: PruningPlan,
     model: nn.Module,
     batches: Iterable[Any],
-    example_input: Any,
     *,
-    limit: int | None = None,
     mode: str = "sequential",
 ) -> None:
     """Have ``plan`` fold predictions into the layers that read removed channels. See
-    :func:`fxprune.plan`."""
-    if mode not in MODES:
-        raise SettingError(f"calibration_mode={mode!r} is unknown; use one of {', '.join(MODES)}")
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise SettingError(f"calibration_batches={limit!r} is no positive integer")
-    if isinstance(batches, (Tensor, str)) or not isinstance(batches, Iterable):
-        raise SettingError("calibration is an iterable of batches (a DataLoader, a list of inputs)")
+    :func:`fxprune.plan`; ``batches`` are :class:`Batches`."""
     constants = plan.constants(model, Everything)
-    readers, notes = find_readers(plan, constants)
-    given = (as_input(batch, example_input) for batch in itertools.islice(batches, limit))
+    readers, notes = find_readers(plan._trace, constants)
     with evaluating(model), torch.no_grad():
         work = (Sequential if mode == "sequential" else Parallel)(plan, model, constants, readers)
-        work.run(_on_device(given, model))
+        work.run(iter(batches))
     plan._mixes = work.mixes
     before, plan._folds = plan._folds, plan.folds(model)
     others = [note for note in plan.notes if note not in before.notes]
     plan.notes = list(dict.fromkeys([*plan._folds.notes, *others, *notes, *work.notes]))
 
 
-def find_readers(
-    plan: PruningPlan, constants: Constants
-) -> tuple[list[Reader], list[tuple[str, str]]]:
+def check_mode(mode: str) -> None:
+    if mode not in MODES:
+        raise SettingError(f"calibration_mode={mode!r} is unknown; use one of {', '.join(MODES)}")
+
+
+def find_readers(trace: Trace, constants: Constants) -> tuple[list[Reader], list[tuple[str, str]]]:
     """The weights whose channels can be predicted, and why others cannot."""
-    uses = _uses(plan)
+    uses = _uses(trace)
     reads: dict[str, list[Read]] = {}
     for read in constants.reads:
         reads.setdefault(read.axis.name, []).append(read)
@@ -127,7 +128,7 @@ def find_readers(
             for other in several
         ):
             reason = "its weight is used in several places"
-        elif name not in plan._trace.names.values():
+        elif name not in trace.names.values():
             reason = "its weight is computed"
         elif reader is None:
             reason = "what it reads is inside it"
@@ -139,9 +140,8 @@ def find_readers(
     return readers, notes
 
 
-def _uses(plan: PruningPlan) -> dict[str, set[fx.Node]]:
+def _uses(trace: Trace) -> dict[str, set[fx.Node]]:
     """The calls that use each tensor of the model."""
-    trace = plan._trace
     found: dict[str, set[fx.Node]] = {}
     for node in trace.graph.nodes:
         if node.op == "get_attr":
@@ -161,10 +161,30 @@ def _reader(constants: Constants, read: Read) -> Reader | None:
         value = constants.values[node]
         for axis in value.axes if isinstance(value, Channels) else ():
             if axis.source is None and torch.equal(axis.units.reshape(-1), arrive):
-                found.append(Reader(read, node, axis.dims))
+                found.append(Reader(read, node, axis.dims, _positions(read)))
     if not found and read.call.pattern is not None and read.call.pattern.reads is not None:
         return Reader(read, None)
     return found[0] if len(found) == 1 else None
+
+
+def _positions(read: Read) -> Tensor | None:
+    """For each channel the slices of a weight that read it, where these are several and too many
+    to be predicted one by one."""
+    if read.axis.size <= MOST:
+        return None
+    labels, counts = torch.unique(read.arrive, return_counts=True)
+    if len(read.axis.dims) > 1 or len(labels) == read.arrive.numel() or (counts != counts[0]).any():
+        return None
+    return torch.argsort(read.arrive, stable=True).reshape(len(labels), -1)
+
+
+def live_weight(constants: Constants, read: Read) -> Tensor:
+    """The weight that reads, without the outputs that go."""
+    weight = constants.read(read.axis.name)
+    if read.out is None:
+        return weight
+    gone = constants.is_removed(read.out).to(weight.device)
+    return (weight.reshape(read.out.view) * ~read.out.laid(gone)).reshape(weight.shape)
 
 
 class Run(fx.Interpreter):
@@ -203,18 +223,17 @@ class Calibration:
         """(rows, n): the channels that the layer goes on reading."""
         axis = reader.read.axis
         gone = self.plan.flags("removed", axis) & ~self.plan.flags("carrier", axis)
-        return ~gone.reshape(-1, gone.shape[-1])
+        kept = ~gone.reshape(-1, gone.shape[-1])
+        return kept if reader.order is None else kept[:, reader.order[:, 0]]
 
     def fit(self, reader: Reader, sums: Sums) -> Mix | None:
         read = reader.read
-        weight = self.constants.read(reader.name)
-        if read.out is not None:  # for what of it is left
-            gone = self.constants.is_removed(read.out).to(weight.device)
-            weight = (weight.reshape(read.out.view) * ~read.out.laid(gone)).reshape(weight.shape)
+        weight = live_weight(self.constants, read)
         target = sink_of(self.constants, read, self.model)
         carried = bool(read.border) and self.plan.settings.exact
         intercept = target is not None and not carried and read.border != "pattern"
-        fit = sums.fit(read.axis.flat(weight), intercept=intercept)
+        flat = placed(read.axis.flat(weight), reader.order)
+        fit = sums.fit(flat, intercept=intercept)
         if fit is None:
             why = "there are no samples of what it reads" if sums.finite else "it reads inf or NaN"
             self.notes.append((read.call.name, f"not calibrated, for {why}: constants are folded"))
@@ -222,10 +241,23 @@ class Calibration:
         shift = None
         if intercept and target is not None:
             path, attribute, name, sign = target
-            offset = fit.offset.reshape(read.axis.shape)
+            offset = fit.offset
+            if reader.order is not None:
+                offset = torch.zeros(read.axis.size, dtype=offset.dtype)
+                offset[reader.order] = fit.offset[0][:, None]
+            offset = offset.reshape(read.axis.shape)
             delta = sign * delta_of(self.constants, read, offset)
             shift = Shift(path, attribute, delta, True, name)
-        return Mix(read.axis, fit.matrix, fit.offset, shift, fit.error, fit.samples, fit.ridge)
+        return Mix(
+            read.axis,
+            reader.order,
+            fit.matrix,
+            fit.offset,
+            shift,
+            fit.error,
+            fit.samples,
+            fit.ridge,
+        )
 
     def _bar(self) -> Progress:
         console = Console(stderr=True)
@@ -302,34 +334,3 @@ class Sequential(Calibration):
         target.data = mixed(target.data, mix)
         if mix.shift is not None:
             masking.add_shift(self.masked, mix.shift)
-
-
-def as_input(batch: Any, example_input: Any) -> Any:
-    """What of a batch is the model's input, told by the example: labels are left out."""
-    if isinstance(example_input, Mapping) or hasattr(example_input, "keys"):
-        if not hasattr(batch, "keys"):
-            batch = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-        if not hasattr(batch, "keys"):
-            raise InputError(
-                f"calibration: example_input is a mapping, but a batch is {type(batch).__name__}"
-            )
-        missing = [key for key in example_input.keys() if key not in batch.keys()]  # noqa: SIM118
-        if missing:
-            raise InputError(f"calibration: a batch has no {missing[0]!r}, which example_input has")
-        return {key: batch[key] for key in example_input.keys()}  # noqa: SIM118
-    if isinstance(example_input, tuple):
-        if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], (tuple, list)):
-            batch = batch[0]
-        if not isinstance(batch, (tuple, list)) or len(batch) < len(example_input):
-            raise InputError(
-                f"calibration: example_input is a tuple of {len(example_input)} arguments, and a "
-                f"batch is not: {type(batch).__name__}"
-            )
-        return tuple(batch[: len(example_input)])
-    return batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-
-
-def _on_device(batches: Iterator[Any], model: nn.Module) -> Iterator[Any]:
-    device = next((t.device for t in tensors_of(model).values()), torch.device("cpu"))
-    for batch in batches:
-        yield tree.map_tensors(batch, lambda t: t.to(device))

@@ -46,6 +46,7 @@ class Mix:
     """
 
     axis: SourceAxis
+    order: Tensor | None  # (n, positions) of the axis' slices, where the same is said of several
     matrix: Tensor
     offset: Tensor
     shift: Shift | None
@@ -119,8 +120,20 @@ def folds(
 def mixed(weight: Tensor, mix: Mix) -> Tensor:
     """The weight folded with a prediction: W · A, in each row of the axis."""
     flat = mix.axis.flat(weight)
-    found = mix.matrix.to(flat.device).transpose(1, 2) @ flat.double()
-    return mix.axis.unflat(found.to(weight.dtype))
+    seen = placed(flat, mix.order)
+    found = (mix.matrix.to(flat.device).transpose(1, 2) @ seen.double()).to(weight.dtype)
+    if mix.order is not None:
+        back = found.reshape(*mix.order.shape, -1)
+        found = torch.empty_like(flat)
+        found[0, mix.order.to(flat.device)] = back
+    return mix.axis.unflat(found)
+
+
+def placed(flat: Tensor, order: Tensor | None) -> Tensor:
+    """(rows, n, m), with the slices of a channel's positions side by side."""
+    if order is None:
+        return flat
+    return flat[0, order.to(flat.device)].reshape(1, len(order), -1)
 
 
 def _alike(reads: list[Read]) -> bool:

@@ -137,10 +137,13 @@ def resolve(importance: str | Importance) -> Importance:
     """A criterion by name, or a callable as it is."""
     if callable(importance):
         return importance
+    if importance == "reconstruction":  # and where no layer that reads the units was seen
+        return l2
     if importance not in NAMED:
+        known = ", ".join([*sorted(NAMED), "reconstruction"])
         raise SettingError(
-            f"importance={importance!r} is unknown; use one of {sorted(NAMED)} or a callable that "
-            "takes a list of fxprune.importance.Slices and returns one score a unit"
+            f"importance={importance!r} is unknown; use one of {known} or a callable that takes a "
+            "list of fxprune.importance.Slices and returns one score a unit"
         )
     return NAMED[importance]
 

@@ -19,6 +19,7 @@ from .faults import Fault
 from .fold import folds
 from .orders import Mismatch
 from .pruning_plan import PruningPlan
+from .reconstruction import Reconstruction
 from .recording import Trace
 from .replay import Replay
 from .select import Choice, keep_count
@@ -36,6 +37,7 @@ class Planner:
     """
 
     constants = Constants  # the second walk
+    reconstruction: Reconstruction | None = None  # scores units, where that is asked for
 
     def __init__(
         self,
@@ -80,6 +82,11 @@ class Planner:
             if group.frozen is None and fraction > 0:
                 index = np.full(len(self.removed), -1)
                 index[group.units] = np.arange(len(group.units))
+                if self.reconstruction is not None:
+                    found = self.reconstruction.scores(group.units)
+                    if found is not None:
+                        self.scores[id(group)] = found
+                        continue
                 parts = [
                     importance.slices(
                         self.trace.tensor(a.name), a, index[self.relations.of(a)].reshape(-1),

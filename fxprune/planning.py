@@ -10,13 +10,15 @@ from typing import Any
 from torch import nn
 
 from . import fusions
-from .calibrating import calibrate
+from .batches import Batches
+from .calibrating import calibrate, check_mode
 from .check import check_model
 from .discover import discover
-from .errors import InputError, PatternError, PruningError
+from .errors import InputError, PatternError, PruningError, SettingError
 from .pattern_types import Pattern
 from .planner import Planner
 from .pruning_plan import PruningPlan
+from .reconstruction import Reconstruction
 from .recorder import record
 from .recording import Trace
 from .registry import every, scope
@@ -75,12 +77,14 @@ def plan(
     settings = make_settings(
         sparsity, ignore, importance, round_to, bias, exact, attention, outputs
     )
-    made = make_plan(model, example_input, settings, patterns, Planner)
-    if calibration is not None:
-        calibrate(
-            made, model, calibration, example_input, limit=calibration_batches,
-            mode=calibration_mode,
-        )  # fmt: skip
+    if calibration is None:
+        if importance == "reconstruction":
+            raise SettingError("importance='reconstruction' needs inputs: pass calibration=")
+        return make_plan(model, example_input, settings, patterns, Planner)
+    batches = Batches(calibration, model, example_input, calibration_batches)
+    check_mode(calibration_mode)
+    made = make_plan(model, example_input, settings, patterns, Planner, batches)
+    calibrate(made, model, batches, mode=calibration_mode)
     return made
 
 
@@ -90,8 +94,9 @@ def make_plan(
     settings: Settings,
     patterns: Iterable[Pattern],
     planner: type[Planner],
+    batches: Batches | None = None,
 ) -> PruningPlan:
-    """Record, relate, and let a planner choose."""
+    """Record, relate, and let a planner choose, by what ``batches`` tell if it is asked to."""
     check_model(model, example_input)
     check_names(model, settings)
 
@@ -107,7 +112,12 @@ def make_plan(
         trace = record(model, example_input, settings.outputs)
         found = fusions.find(trace)  # before the first walk: they give nodes another meaning
         relations = discover(trace, attention=settings.attention)
-        return planner(trace, relations, settings, trained, found).plan()
+        chooser = planner(trace, relations, settings, trained, found)
+        if settings.importance == "reconstruction" and batches is not None:
+            chooser.reconstruction = Reconstruction(
+                trace, relations, batches, attention=settings.attention
+            )
+        return chooser.plan()
 
 
 @contextlib.contextmanager

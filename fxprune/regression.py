@@ -38,8 +38,54 @@ class Fit:
     samples: int
 
 
+class Products:
+    """Means and covariances of samples, in float64, streamed: sums of outer products.
+
+    Args:
+        rows, width: the samples are (rows, m, width), and rows do not mix.
+    """
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.count = 0
+        self.sum = torch.zeros(rows, width, dtype=torch.float64)
+        self.product = torch.zeros(rows, width, width, dtype=torch.float64)
+        self.pivot: Tensor | None = None  # near the mean, so that little is lost in squares
+        self.finite = True
+
+    def add(self, samples: Tensor) -> None:
+        for z in samples.split(_CHUNK, 1):
+            if not z.shape[1]:
+                continue
+            z = z if z.dtype in (torch.float32, torch.float64) else z.float()
+            if self.pivot is None:
+                self.pivot = z.mean(1, keepdim=True)
+            z = z - self.pivot
+            self.finite = self.finite and bool(z.isfinite().all())
+            self.count += z.shape[1]
+            self.sum += z.sum(1).double().cpu()
+            self.product += (z.transpose(1, 2) @ z).double().cpu()
+
+    def mean(self) -> Tensor:
+        """(rows, width)."""
+        assert self.pivot is not None
+        return self.sum / self.count + self.pivot[:, 0].double().cpu()
+
+    def covariance(self) -> Tensor:
+        """(rows, width, width)."""
+        mean = self.sum / self.count
+        return self.product / self.count - mean[:, :, None] * mean[:, None, :]
+
+    def __add__(self, other: Products) -> Products:
+        """Of both samples, which have the same pivot."""
+        total = Products(*self.sum.shape)
+        total.count, total.pivot = self.count + other.count, self.pivot
+        total.sum, total.product = self.sum + other.sum, self.product + other.product
+        return total
+
+
 class Sums:
-    """Means and covariances of what a layer reads before and after, in float64, streamed.
+    """What a layer reads in the model as it is and in the pruned one, apart for samples to fit and
+    for samples to choose the ridge by.
 
     Args:
         kept: bool (rows, n): the channels that stay, equally many in each row. Rows are separate
@@ -51,48 +97,32 @@ class Sums:
         self.rows, self.width = kept.shape
         count = int(kept[0].sum())
         self.index = torch.nonzero(kept)[:, 1].reshape(self.rows, count)
-        size = count + self.width
-        self.count = [0, 0]  # samples for fitting, and those left out
-        self.sums = [torch.zeros(self.rows, size, dtype=torch.float64) for _ in range(2)]
-        self.products = [
-            torch.zeros(self.rows, size, size, dtype=torch.float64) for _ in range(2)
-        ]  # fmt: skip
-        self.pivot: Tensor | None = None  # near the mean, so that little is lost in squares
-        self.finite = True
+        self.parts = [Products(self.rows, count + self.width) for _ in range(2)]
+
+    @property
+    def finite(self) -> bool:
+        return all(part.finite for part in self.parts)
 
     def add(self, before: Tensor, after: Tensor, inputs: int) -> None:
         """Samples (m, rows · n) of the channels in the model as it is, and in the pruned one;
         ``inputs``: how many inputs they come from, one after the other."""
-        for part, chosen in enumerate(_split(len(before), inputs)):
-            for some in chosen.split(_CHUNK):
-                self._add(part, before[some], after[some])
-
-    def _add(self, part: int, before: Tensor, after: Tensor) -> None:
-        if not len(before):
-            return
-        index = self.index.to(after.device)
+        index = self.index.to(after.device)[:, None]
         x, y = (t.reshape(len(t), self.rows, self.width).movedim(0, 1) for t in (before, after))
-        y = y.gather(2, index[:, None].expand(-1, y.shape[1], -1))
-        z = torch.cat([y, x], 2)
-        z = z if z.dtype in (torch.float32, torch.float64) else z.float()
-        if self.pivot is None:
-            self.pivot = z.mean(1, keepdim=True)
-        z = z - self.pivot
-        self.finite = self.finite and bool(z.isfinite().all())
-        self.count[part] += z.shape[1]
-        self.sums[part] += z.sum(1).double().cpu()
-        self.products[part] += (z.transpose(1, 2) @ z).double().cpu()
+        z = torch.cat([y.gather(2, index.expand(-1, y.shape[1], -1)), x], 2)
+        for part, chosen in zip(self.parts, _split(len(before), inputs), strict=True):
+            if part.pivot is None:
+                part.pivot = next((p.pivot for p in self.parts if p.pivot is not None), None)
+            part.add(z[:, chosen])
 
     def fit(self, weight: Tensor, *, intercept: bool = True) -> Fit | None:
         """The regression, with the ridge that is best for the output of ``weight`` (rows, n, m) on
         the samples left out; None where there is nothing to go by."""
-        if sum(self.count) < 2 or not self.finite:
+        everything = self.parts[0] + self.parts[1]
+        if everything.count < 2 or not self.finite:
             return None
         metric = (weight @ weight.transpose(1, 2)).double().cpu()
-        ridge = RIDGES[0]
-        if min(self.count) > 1:
-            ridge = self._best_ridge(metric, intercept)
-        moments = self._moments([0, 1], intercept)
+        ridge = self._best_ridge(metric, intercept)
+        moments = self._moments(everything, intercept)
         extra = _solve(moments, [ridge])[0]
         error = float(_error(moments, extra, metric).sum())
         spread = float((metric * moments.all).sum())
@@ -101,22 +131,18 @@ class Sums:
         matrix = matrix.scatter_add(2, index, extra)
         offset = moments.mean_missing - (extra @ moments.mean_kept[..., None])[..., 0]
         relative = error / spread if spread > 0 else 0.0
-        return Fit(matrix, offset if intercept else offset * 0, relative, ridge, sum(self.count))
+        return Fit(matrix, offset if intercept else offset * 0, relative, ridge, everything.count)
 
     def _best_ridge(self, metric: Tensor, intercept: bool) -> float:
-        fitted = self._moments([0], intercept)
-        unseen = self._moments([1], intercept)
+        if min(part.count for part in self.parts) < 2:
+            return RIDGES[0]
+        fitted, unseen = (self._moments(part, intercept) for part in self.parts)
         errors = [float(_error(unseen, a, metric).sum()) for a in _solve(fitted, RIDGES)]
         return RIDGES[min(range(len(errors)), key=errors.__getitem__)]
 
-    def _moments(self, parts: list[int], intercept: bool) -> Moments:
+    def _moments(self, of: Products, intercept: bool) -> Moments:
         """Of the kept channels F, of all channels X, and of what is missing D = X − S F."""
-        assert self.pivot is not None
-        count = sum(self.count[p] for p in parts)
-        mean = torch.stack([self.sums[p] for p in parts]).sum(0) / count
-        second = torch.stack([self.products[p] for p in parts]).sum(0) / count
-        second = second - mean[:, :, None] * mean[:, None, :]
-        mean = mean + self.pivot[:, 0].double().cpu()
+        mean, second = of.mean(), of.covariance()
         if not intercept:  # about zero
             second = second + mean[:, :, None] * mean[:, None, :]
         k = self.index.shape[1]

@@ -1,0 +1,71 @@
+"""Inputs to calibrate on: what of a user's batches the model takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import tree
+from .errors import InputError, SettingError
+from .running import tensors_of
+
+
+class Batches:
+    """A user's batches, without labels and on the model's device; they can be gone through twice.
+
+    Args:
+        given: an iterable of inputs, or of ``(input, label)``.
+        limit: how many to take; None for all.
+    """
+
+    def __init__(
+        self, given: Iterable[Any], model: nn.Module, example_input: Any, limit: int | None = None
+    ) -> None:
+        if isinstance(given, (Tensor, str, Mapping)) or not isinstance(given, Iterable):
+            raise SettingError(
+                f"calibration={type(given).__name__} is no iterable of batches; pass a DataLoader, "
+                "or a list of inputs: calibration=[inputs]"
+            )
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise SettingError(f"calibration_batches={limit!r} is no positive integer")
+        # What can be gone through once only is kept; a data loader is asked again.
+        self._given = list(itertools.islice(given, limit)) if iter(given) is given else given
+        self._limit, self._example = limit, example_input
+        self._device = next((t.device for t in tensors_of(model).values()), torch.device("cpu"))
+
+    def __iter__(self) -> Iterator[Any]:
+        empty = True
+        for batch in itertools.islice(self._given, self._limit):
+            empty = False
+            yield tree.map_tensors(as_input(batch, self._example), lambda t: t.to(self._device))
+        if empty:
+            raise SettingError("calibration has no batches")
+
+
+def as_input(batch: Any, example_input: Any) -> Any:
+    """What of a batch is the model's input, told by the example: labels are left out."""
+    if isinstance(example_input, Mapping) or hasattr(example_input, "keys"):
+        if not hasattr(batch, "keys"):
+            batch = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+        if not hasattr(batch, "keys"):
+            raise InputError(
+                f"calibration: example_input is a mapping, but a batch is {type(batch).__name__}"
+            )
+        missing = [key for key in example_input.keys() if key not in batch.keys()]  # noqa: SIM118
+        if missing:
+            raise InputError(f"calibration: a batch has no {missing[0]!r}, which example_input has")
+        return {key: batch[key] for key in example_input.keys()}  # noqa: SIM118
+    if isinstance(example_input, tuple):
+        if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], (tuple, list)):
+            batch = batch[0]
+        if not isinstance(batch, (tuple, list)) or len(batch) < len(example_input):
+            raise InputError(
+                f"calibration: example_input is a tuple of {len(example_input)} arguments, and a "
+                f"batch is not: {type(batch).__name__}"
+            )
+        return tuple(batch[: len(example_input)])
+    return batch[0] if isinstance(batch, (tuple, list)) and batch else batch

@@ -1,0 +1,154 @@
+"""Choosing the units from which the layers behind can best predict all the others.
+
+For a layer that reads channels with covariance Σ through a weight W, keeping the channels K leaves
+
+    e(K) = tr(WᵀW (Σ − Σ[:, K] Σ[K, K]⁻¹ Σ[K, :]))
+
+of its output's variance when W is folded with the best prediction of the rest. Units are taken one
+after the other, each the one that lowers the sum of e over all layers that read its group the most:
+a pivoted Cholesky factorisation of Σ whose pivots are weighted by W. Choosing filters by what the
+next layer makes of them is from ThiNet (Luo et al., arXiv 1707.06342), and the solve that goes with
+it from the optimal brain surgeon (Hassibi & Stork 1993).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .calibrating import Everything, Reader, Run, find_readers, live_weight
+from .discover import Relations
+from .fold import placed
+from .recording import Trace
+from .regression import Products
+from .running import evaluating
+
+ROUNDS = 256  # in which the units of a group are taken, several at a time where it has more
+_TINY = 1e-9  # of the mean variance: what two channels say alike is not told apart further
+
+
+class Reconstruction:
+    """Scores of units: the relative error that is left when a unit is taken, higher for those that
+    are taken earlier.
+
+    Args:
+        batches: of inputs, already as the model takes them.
+    """
+
+    def __init__(
+        self, trace: Trace, relations: Relations, batches: Iterable[Any], *, attention: str
+    ) -> None:
+        self.relations = relations
+        nothing = np.zeros(int(relations.classes.max(initial=0)) + 1, dtype=bool)
+        walk = Everything(trace, relations, nothing, nothing, trace.model, attention=attention)
+        with torch.no_grad():
+            walk.run()
+            self.readers, _ = find_readers(trace, walk)
+            self.problems = self._collect(trace, walk, batches)
+
+    def _collect(
+        self, trace: Trace, walk: Everything, batches: Iterable[Any]
+    ) -> list[tuple[np.ndarray, Tensor, Tensor]]:
+        """For each reader: the class of each channel, Σ, and WᵀW over its output's variance."""
+        rows = [reader.read.axis.shape[:-1] for reader in self.readers]
+        products: list[Products | None] = [None] * len(rows)
+        module = trace.graph_module()
+        with evaluating(trace.model):
+            for batch in batches:
+                run = Run(module, batch)
+                for node in trace.graph.nodes:
+                    for i, reader in enumerate(self.readers):
+                        if reader.read.call.node is node:
+                            x = reader.samples(run)
+                            if x is None:
+                                continue
+                            x = x.reshape(len(x), _count(rows[i]), -1).movedim(0, 1)
+                            products[i] = products[i] or Products(x.shape[0], x.shape[2])
+                            products[i].add(x)  # type: ignore[union-attr]
+                    run.step(node)
+        found = []
+        for reader, sums in zip(self.readers, products, strict=True):
+            if sums is None or not sums.finite:
+                continue
+            weight = placed(reader.read.axis.flat(live_weight(walk, reader.read)), reader.order)
+            metric = (weight @ weight.transpose(1, 2)).double().cpu()
+            covariance = sums.covariance()
+            spread = float((metric * covariance).sum())
+            if spread > 0:
+                classes = self._classes(reader)
+                found.append((classes, torch.block_diag(*covariance),
+                              torch.block_diag(*metric) / spread))  # fmt: skip
+        return found
+
+    def _classes(self, reader: Reader) -> np.ndarray:
+        classes = self.relations.of(reader.read.axis).reshape(-1)
+        return classes if reader.order is None else classes[reader.order[:, 0].numpy()]
+
+    def scores(self, units: np.ndarray) -> np.ndarray | None:
+        """One score for each unit class; None where no layer that reads them was seen."""
+        problems = []
+        for classes, covariance, metric in self.problems:
+            inside = np.isin(classes, units) | (classes == 0)
+            if not np.isin(classes, units).any():
+                continue
+            at = torch.from_numpy(np.flatnonzero(inside))
+            problem = _Problem(covariance[at][:, at], metric[at][:, at])
+            own = classes[inside]
+            problem.take(torch.from_numpy(np.flatnonzero(own == 0)))  # these stay in any case
+            index = [torch.from_numpy(np.flatnonzero(own == u)) for u in units]
+            problems.append((problem, index))
+        return _order(problems, len(units)) if problems else None
+
+
+def _order(problems: list[tuple[_Problem, list[Tensor]]], count: int) -> np.ndarray:
+    left, scores = np.ones(count, dtype=bool), np.zeros(count)
+    step = max(1, count // ROUNDS)
+    while left.any():
+        error = sum(problem.error for problem, _ in problems)
+        gains = sum(problem.gains(index) for problem, index in problems)
+        order = np.argsort(np.where(left, -gains, np.inf), kind="stable")
+        chosen = order[: min(step, int(left.sum()))]
+        # Ranks tell apart those that are taken together, and those that nothing is left for.
+        rank = np.arange(len(chosen)) / len(chosen)
+        scores[chosen] = max(error, 0.0) + 1e-9 * (left.sum() - rank) / count
+        left[chosen] = False
+        for problem, index in problems:
+            problem.take(torch.cat([index[i] for i in chosen]))
+    return scores
+
+
+class _Problem:
+    """What is left of the channels of one layer, given those taken so far."""
+
+    def __init__(self, covariance: Tensor, metric: Tensor) -> None:
+        self.left = covariance.clone()  # Σ, less what is predicted
+        self.seen = covariance @ metric @ covariance  # Σ M Σ
+        self.error = float((metric * covariance).sum())
+        self.least = _TINY * max(float(covariance.diagonal().mean()), 1e-30)
+
+    def gains(self, index: list[Tensor]) -> np.ndarray:
+        """By how much taking each unit lowers the error, its channels one by one."""
+        own = self.left.diagonal()
+        each = torch.where(own > self.least, self.seen.diagonal() / own.clamp(min=self.least), 0.0)
+        return np.array([float(each[i].sum()) for i in index])
+
+    def take(self, index: Tensor) -> None:
+        if not len(index):
+            return
+        block = self.left[index][:, index]
+        block = block + self.least * torch.eye(len(index), dtype=block.dtype)
+        v, h = self.left[:, index], self.seen[:, index]
+        solved = torch.linalg.solve(block, v.T)  # D⁻¹ Vᵀ
+        inner = self.seen[index][:, index]
+        self.error -= float(torch.linalg.solve(block, inner).diagonal().sum())
+        crossed = h @ solved
+        self.seen = self.seen - crossed - crossed.T + solved.T @ inner @ solved
+        self.left = self.left - v @ solved
+
+
+def _count(rows: tuple[int, ...]) -> int:
+    return int(np.prod(rows, dtype=np.int64))
