@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor, fx, nn
 
 from . import masking, tree
@@ -127,16 +125,16 @@ def find_readers(trace: Trace, constants: Constants) -> tuple[list[Reader], list
             other.call.node is not read.call.node or not torch.equal(other.arrive, read.arrive)
             for other in several
         ):
-            reason = "its weight is used in several places"
+            why = "its weight is used in several places"
         elif name not in trace.names.values():
-            reason = "its weight is computed"
+            why = "its weight is computed"
         elif reader is None:
-            reason = "what it reads is inside it"
+            why = "what it reads is inside it"
         else:
             readers.append(reader)
             continue
         if bool(read.dead.any()):
-            notes.append((read.call.name, f"not calibrated, for {reason}: constants are folded"))
+            notes.append((read.call.name, f"not calibrated, for {why}: constants are folded"))
     return readers, notes
 
 
@@ -259,7 +257,10 @@ class Calibration:
             fit.ridge,
         )
 
-    def _bar(self) -> Progress:
+    def _bar(self) -> Any:
+        from rich.console import Console
+        from rich.progress import Progress
+
         console = Console(stderr=True)
         return Progress(console=console, transient=True, disable=not sys.stderr.isatty())
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from . import groups
 from .channels import SourceAxis
+from .check import check_model
 from .constants import Constants
 from .discover import Relations
 from .errors import ProofError
@@ -57,6 +58,7 @@ def compact(
     Raises:
         PruningError: and nothing has changed.
     """
+    check_model(model, example_input)
     plain = made_plain(model)
     plan = plan_compact(plain, example_input, ignore=ignore, patterns=patterns)
     small, _ = apply_with_journal(plan, plain, inplace=False, folds=plan._folds)
@@ -118,6 +120,9 @@ class Compactor(Planner):
             if 0 not in cover and inside.sum() == len(cover) and not stays[inside].any():
                 stays[np.flatnonzero(inside)[0]] = True
         return choice.complete(stays)
+
+    def _choice(self, group: groups.Group) -> Choice:
+        return Choice(group.units, np.ones(len(group.units)), group.bins, group.covers)
 
     def _lost(self, units: np.ndarray, where: str) -> bool:
         """What is multiplied and not zero has to stay: its biases are no one's to drop."""

@@ -8,14 +8,26 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from .mask import bake, mask_of, masked_names, own_class, parametrizations, put_on, take_off
+from .errors import SettingError
+from .mask import (
+    bake,
+    mask_of,
+    masked_names,
+    masks_on,
+    own_class,
+    parametrizations,
+    put_on,
+    take_off,
+)
 from .running import copy_model
 
 
 def made_plain(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` with masks multiplied in and taken off."""
+    """A copy of ``model`` with masks multiplied in and taken off; a tensor that is masked in one
+    place and not in another is two from then on."""
     plain = copy_model(model)
-    bake(plain)
+    _untie(plain)
+    bake(plain, others=True)
     for module in plain.modules():
         for name in pruned_names(module):
             prune.remove(module, name)
@@ -23,6 +35,32 @@ def made_plain(model: nn.Module) -> nn.Module:
             own_class(module)
             parametrize.remove_parametrizations(module, name, leave_parametrized=True)
     return plain
+
+
+def _untie(model: nn.Module) -> None:
+    """Give each tensor that is shared, and not masked alike in every place, its own copy where it
+    is masked."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        if isinstance(module, parametrize.ParametrizationList):
+            continue
+        for name, p in module._parameters.items():
+            if p is not None:
+                places.setdefault(id(p), []).append((module, name))
+        for name in masked_names(module):
+            chain = parametrizations(module)[name]
+            if len(masks_on(module, name)) == len(chain):
+                places.setdefault(id(chain.original), []).append((module, name))
+    for found in places.values():
+        keeps = [mask_of(module, name) for module, name in found]
+        if all(torch.equal(keep, keeps[0]) for keep in keeps):
+            continue
+        for module, name in found:
+            if masks_on(module, name):
+                chain = parametrizations(module)[name]
+                p = chain.original
+                copied = p.detach().clone()
+                chain._parameters["original"] = nn.Parameter(copied, p.requires_grad)
 
 
 def pruned_names(module: nn.Module) -> list[str]:
@@ -49,6 +87,13 @@ def from_torch_prune(model: nn.Module) -> nn.Module:
     """Turn masks of ``torch.nn.utils.prune`` and of ``torch.ao.pruning``'s sparsifiers into
     fxprune's, in place. The parameters stay the same objects, with their values beneath the masks.
     """
+    for path, module in model.named_modules():
+        for name in pruned_names(module):
+            if f"{name}_orig" not in module._parameters:
+                raise SettingError(
+                    f"{name}_orig of {path or type(model).__name__} is no parameter any more: take "
+                    "off what was put on it (masks.remove) first"
+                )
     for module in model.modules():
         for name in pruned_names(module):
             mask: Any = module._buffers.pop(f"{name}_mask")
@@ -70,6 +115,13 @@ def from_torch_prune(model: nn.Module) -> nn.Module:
 def to_torch_prune(model: nn.Module) -> nn.Module:
     """Turn fxprune's masks into those of ``torch.nn.utils.prune``, in place, as for tools that look
     for ``weight_orig`` and ``weight_mask``. Those on top of other parametrizations become final."""
+    for path, module in model.named_modules():
+        for name in masked_names(module):
+            if not isinstance(parametrizations(module)[name].original, nn.Parameter):
+                raise SettingError(
+                    f"{name} of {path or type(model).__name__} is a buffer, which "
+                    "torch.nn.utils.prune does not mask; masks.remove makes its mask final"
+                )
     for module in model.modules():
         for name in masked_names(module):
             keep = mask_of(module, name)

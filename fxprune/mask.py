@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -42,11 +43,11 @@ def own_class(module: nn.Module) -> None:
         module.__class__ = type(cls.__name__, cls.__bases__, space)
 
 
-def bake(model: nn.Module) -> None:
-    """Take fxprune's own masks off, leaving what they make of their tensors."""
+def bake(model: nn.Module, *, others: bool = False) -> None:
+    """Take fxprune's own masks off, leaving what they make of their tensors (:func:`take_off`)."""
     for module in list(model.modules()):
         for name in masked_names(module):
-            take_off(module, name)
+            take_off(module, name, others=others)
 
 
 def masked_names(module: nn.Module) -> list[str]:
@@ -68,11 +69,13 @@ def beneath(module: nn.Module, name: str) -> Tensor:
     return getattr(module, name)
 
 
-def take_off(module: nn.Module, name: str) -> None:
-    """Take the masks off one tensor, leaving what they make of it."""
+def take_off(module: nn.Module, name: str, *, others: bool = True) -> None:
+    """Take the masks off one tensor, leaving what they make of it. ``others``: with the other
+    parametrizations, if these cannot make it; else only slices that go come out wrong."""
     own_class(module)
     chain = parametrizations(module)[name]
-    if len(masks_on(module, name)) == len(chain):
+    alone = len(masks_on(module, name)) == len(chain)
+    if alone or (others and not _can_make(module, name)):
         parametrize.remove_parametrizations(module, name, leave_parametrized=True)
         return
     masked = getattr(module, name).detach()
@@ -80,6 +83,21 @@ def take_off(module: nn.Module, name: str) -> None:
         if isinstance(chain[i], Mask):
             del chain[i]
     setattr(module, name, masked)
+
+
+def _can_make(module: nn.Module, name: str) -> bool:
+    """Whether the other parametrizations of a tensor can make what the masks leave of it: a weight
+    norm divides by the norm of a row."""
+    others = copy.deepcopy(parametrizations(module)[name])
+    masked = getattr(module, name).detach()
+    for i in reversed(range(len(others))):
+        if isinstance(others[i], Mask):
+            del others[i]
+        elif not hasattr(others[i], "right_inverse"):
+            return False
+    with torch.no_grad():
+        others.right_inverse(masked.clone())
+        return torch.allclose(others(), masked, rtol=1e-4, atol=1e-6)
 
 
 def put_on(module: nn.Module, name: str, keep: Tensor) -> None:
@@ -101,7 +119,10 @@ def _complete_class(module: nn.Module) -> None:
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    return _load, (type(self).__bases__[0], self.__dict__)
+    base = type(self).__bases__[0]
+    own = getattr(base, "__getstate__", None)  # as a class of its own may have it
+    state = self.__dict__ if own in (None, getattr(object, "__getstate__", None)) else own(self)
+    return _load, (base, state)
 
 
 def _load(base: type, state: dict[str, Any]) -> Any:
@@ -111,6 +132,7 @@ def _load(base: type, state: dict[str, Any]) -> Any:
     for name in module.parametrizations:
         parametrize._inject_property(module, name)
     _complete_class(module)
+    base.__setstate__(module, state)  # type: ignore[attr-defined]
     return module
 
 

@@ -65,6 +65,9 @@ def slices_of_norm(scores: Tensor, keep: Tensor, amount: float, n: Any, dim: int
     dim, left = _slices(scores, keep, dim)
     part = _rows(scores, dim, left)
     rest = [d for d in range(scores.dim()) if d != dim]
+    if n not in ("fro", "nuc") and (isinstance(n, bool) or not isinstance(n, numbers.Real)):
+        raise SettingError(f"n={n!r} is no order of a norm: a number, 'fro' or 'nuc'")
+    part = part if part.is_floating_point() or part.is_complex() else part.float()
     if n == "nuc" or (n == "fro" and len(rest) == 2):
         over = rest if len(rest) == 2 else (-2, -1)
         norms = torch.linalg.matrix_norm(part, ord=n, dim=over)
@@ -89,7 +92,7 @@ def slices_near_median(
     1811.00250). ``distance``: 1, 2 or ``f(rows) -> (n, n)``."""
     dim, left = _slices(scores, keep, dim)
     flat = _rows(scores, dim, left).movedim(dim, 0).reshape(len(left), -1)
-    flat = flat if flat.dtype.itemsize >= 4 else flat.float()
+    flat = flat if flat.dtype.itemsize >= 4 and flat.is_floating_point() else flat.float()
     if not callable(distance) and distance not in (1, 2):
         raise SettingError(f"distance={distance!r} is neither 1, 2 nor a function of the rows")
     apart = distance(flat) if callable(distance) else torch.cdist(flat, flat, p=float(distance))
@@ -100,7 +103,7 @@ def _slices(scores: Tensor, keep: Tensor, dim: int) -> tuple[int, Tensor]:
     """(dimension, slices along it of which anything is left)."""
     if scores.dim() < 2:
         raise SettingError("slices need a tensor of two dimensions at least; this one has fewer")
-    if not -scores.dim() <= dim < scores.dim():
+    if not isinstance(dim, int) or not -scores.dim() <= dim < scores.dim():
         raise SettingError(f"dim={dim} is no dimension of a tensor of shape {tuple(scores.shape)}")
     dim %= scores.dim()
     rows = keep.movedim(dim, 0).flatten(1).any(1)

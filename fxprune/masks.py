@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from . import mask_methods as methods
 from .errors import SettingError
 from .leftovers import from_torch_prune, to_torch_prune
-from .mask import beneath, is_masked, mask_of, masked_names, parametrizations, put_on, take_off
+from .mask import is_masked, mask_of, masked_names, parametrizations, put_on, take_off
+from .running import describe
 
 __all__ = [
     "apply",
@@ -185,6 +186,9 @@ def global_unstructured(
 def remove(module: nn.Module, name: str) -> nn.Module:
     """Take the masks off a tensor, which keeps its zeros.
 
+    Where something else computes the tensor too (``weight_norm``) and cannot compute these zeros,
+    that is taken off with the masks.
+
     Raises:
         SettingError: it has none.
     """
@@ -231,10 +235,10 @@ def to_semi_structured(model: nn.Module) -> list[str]:
             "no linear layer has a 2:4 mask (block_norm with sparse_block_shape=(1, 4) and "
             "zeros_per_block=2) and lies on a GPU of compute capability 8.0 or more"
         )
-    for _, module in found:
+    sparse = [torch.sparse.to_sparse_semi_structured(m.weight.detach()) for _, m in found]
+    for (_, module), weight in zip(found, sparse, strict=True):
         take_off(module, "weight")
-        sparse = torch.sparse.to_sparse_semi_structured(module.weight.detach())
-        module.weight = nn.Parameter(sparse, requires_grad=False)
+        module.weight = nn.Parameter(weight, requires_grad=False)
     return [path for path, _ in found]
 
 
@@ -248,7 +252,13 @@ def apply(
     module, name = _place(module, name)
     keep = mask_of(module, name)
     scores = _scores(module, name, importance_scores)
-    put_on(module, name, method(scores, keep))
+    made = method(scores, keep)
+    if not isinstance(made, Tensor) or made.dtype != torch.bool or made.shape != keep.shape:
+        raise SettingError(
+            f"the method returned {describe(made)} for {name}; it has to return a bool tensor of "
+            f"shape {tuple(keep.shape)}, True for what stays"
+        )
+    put_on(module, name, made)
     return module
 
 
@@ -269,7 +279,7 @@ def _place(module: Any, name: str) -> tuple[nn.Module, str]:
 
 
 def _scores(module: nn.Module, name: str, given: Tensor | None) -> Tensor:
-    value = beneath(module, name).detach()  # as PyTorch does
+    value = getattr(module, name).detach()  # as earlier masks left it
     if given is None:
         return value
     if not isinstance(given, Tensor) or given.shape != value.shape:

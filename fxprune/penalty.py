@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .channels import SourceAxis
 from .errors import SettingError
 from .mask import beneath
+from .masking import check_fits
 
 
 def penalty(plan: Any, model: nn.Module, *, grow: float = 0.0) -> Tensor:
@@ -27,8 +28,14 @@ def penalty(plan: Any, model: nn.Module, *, grow: float = 0.0) -> Tensor:
 
 def proximal_step(plan: Any, model: nn.Module, amount: float) -> int:
     """See :meth:`fxprune.PruningPlan.proximal_step`."""
-    if amount < 0:
-        raise SettingError(f"amount={amount!r} is negative")
+    if not amount >= 0:
+        raise SettingError(f"amount={amount!r} is no number from 0 on")
+    for axis, tensor in _made(plan, model):
+        if not tensor.is_leaf:
+            raise SettingError(
+                f"{axis.name} is computed (by a parametrization or a hook): it cannot be shrunk in "
+                "place; add plan.penalty to the loss instead"
+            )
     with torch.no_grad():
         sums = _squares(plan, model)
         scale, dead = torch.ones_like(sums), 0
@@ -56,8 +63,10 @@ def _squares(plan: Any, model: nn.Module) -> Tensor:
     for axis, tensor in _made(plan, model):
         if found is None:
             size = int(plan._relations.classes.max()) + 1
-            found = torch.zeros(size, dtype=tensor.dtype, device=tensor.device)
-        squares = axis.rows(tensor).square().sum(1).to(found)
+            dtype = torch.promote_types(tensor.dtype, torch.float32)
+            found = torch.zeros(size, dtype=dtype, device=tensor.device)
+        rows = axis.rows(tensor)
+        squares = (rows.float() if rows.dtype.itemsize < 4 else rows).square().sum(1).to(found)
         classes = torch.from_numpy(plan._relations.of(axis).reshape(-1)).to(found.device)
         found = found.index_add(0, classes, squares)
     if found is None:
@@ -73,6 +82,7 @@ def _units(plan: Any) -> Iterator[Tensor]:
 
 def _made(plan: Any, model: nn.Module) -> Iterator[tuple[SourceAxis, Tensor]]:
     """The parameters with slices that make channels; a masked one as it is beneath its mask."""
+    check_fits(plan, model)
     for axis in plan._relations.sources:
         if axis.role != "out" or not plan._relations.of(axis).any():
             continue

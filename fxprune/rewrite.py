@@ -162,10 +162,9 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
         new = new.contiguous(memory_format=_memory_format(old))
         if new.data_ptr() == old.data_ptr():
             new = new.clone()
-        if name in plan._trace.names.values():
-            change.tensors[name] = new
-        else:
-            change.computed[name] = new
+        path, _, attribute = name.rpartition(".")
+        computed = attribute in parametrizations(model.get_submodule(path))
+        (change.computed if computed else change.tensors)[name] = new
     for name, index in plan._replay.indices.items():
         old = read_attribute(model, name)
         change.tensors[name] = index.to(old)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -11,11 +12,12 @@ import torch
 from torch import nn
 
 from . import mask_methods as methods
+from .check import check_model
 from .errors import SettingError
 from .fold import Folds
 from .importance import Importance, Slices, resolve, scores
-from .leftovers import made_plain
-from .mask import mask_of
+from .leftovers import made_plain, pruned_names, sparsified_names
+from .mask import mask_of, masked_names
 from .masking import keep_masks, put_masks
 from .masks import apply, global_unstructured, identity
 from .planning import plan
@@ -98,16 +100,16 @@ class MaskScheduler:
 
     def step(self) -> float:
         """Mask what is missing to the next sparsity of the schedule; returns the one reached."""
-        self.steps += 1
-        wanted = self.schedule(self.steps)
+        wanted = self.schedule(self.steps + 1)
         _fraction(wanted)
         if self.together:
             amount = _more(self.sparsity, wanted)
             global_unstructured(self.parameters, amount, self.method)
-            return self.sparsity
-        for module, name in self.parameters:
-            amount = _more(1 - float(mask_of(module, name).double().mean()), wanted)
-            apply(module, name, partial(self.method, amount=amount))
+        else:
+            for module, name in self.parameters:
+                amount = _more(1 - float(mask_of(module, name).double().mean()), wanted)
+                apply(module, name, partial(self.method, amount=amount))
+        self.steps += 1
         return self.sparsity
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,7 +119,7 @@ class MaskScheduler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another one was; after this the model's state dict fits the model."""
         self.steps = int(state["steps"])
-        for module, name in self.parameters:
+        for module, name in self.parameters if self.steps else ():
             identity(module, name)
 
     def __repr__(self) -> str:
@@ -141,29 +143,44 @@ class PlanScheduler:
         small = scheduler.plan.apply(model)
 
     Each step plans anew on the weights as they are now, and masks in place: the parameters stay the
-    same objects, so the optimizer stays valid. What is masked stays masked, and emits its biases.
+    same objects, so the optimizer stays valid. What is masked stays masked, and emits its biases
+    (with ``bias="drop"``, nothing). In ``plan.apply`` padding continues these constants, and norms
+    over channels count those that stay; :func:`fxprune.compact` changes no output, and keeps what
+    that takes.
 
     Args:
         model: it gets the masks.
         example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
         schedule: step -> the fraction of units that each group has lost.
-        settings: those of :func:`fxprune.plan`, but ``sparsity``.
-
-    Attributes:
-        plan: the last step's :class:`PruningPlan`, or None before the first.
+        settings: those of :func:`fxprune.plan`, but ``sparsity``, ``exact`` and ``calibration``.
     """
 
     def __init__(
         self, model: nn.Module, example_input: Any, schedule: Schedule, **settings: Any
     ) -> None:
-        if "sparsity" in settings:
-            raise SettingError("sparsity: the schedule says how many units go")
+        check_model(model, example_input)
+        known = [k for k in inspect.signature(plan).parameters if k not in _NOT_IN_STEPS]
+        stray = next((name for name in settings if name not in known[2:]), None)
+        if stray is not None:
+            why = _NOT_IN_STEPS.get(stray, f"is no setting; there are {', '.join(known[2:])}")
+            raise SettingError(f"{stray}: {why}")
+        if any(pruned_names(m) or sparsified_names(m) for m in model.modules()):
+            raise SettingError(
+                "the model has PyTorch masks on it: masks.from_torch_prune(model) first"
+            )
         self.model, self.example_input, self.schedule = model, example_input, schedule
         self.settings = settings
         self._importance: Importance = resolve(settings.pop("importance", "l2"))
         self._gone: dict[str, np.ndarray] = {}  # units that are masked, by group
-        self.plan: PruningPlan | None = None
+        self._plan: PruningPlan | None = None
         self.steps = 0
+
+    @property
+    def plan(self) -> PruningPlan | None:
+        """The :class:`PruningPlan` of what is masked; None where nothing is."""
+        if self._plan is None and self._gone:  # resumed
+            self._plan = self._planned(self.schedule(self.steps))
+        return self._plan
 
     @property
     def sparsity(self) -> float:
@@ -173,14 +190,17 @@ class PlanScheduler:
 
     def step(self) -> float:
         """Mask what is missing to the next sparsity of the schedule; returns the one reached."""
+        wanted = self.schedule(self.steps + 1)
+        _fraction(wanted)
+        if wanted or self._gone:
+            self._plan = made = self._planned(wanted)
+            dropped = made._folds if made.settings.bias == "drop" else Folds()
+            put_masks(self.model, keep_masks(made, dropped))
         self.steps += 1
-        self._mask(self.schedule(self.steps))
         return self.sparsity
 
-    def _mask(self, wanted: float) -> None:
-        _fraction(wanted)
-        if wanted == 0 and not self._gone:
-            return
+    def _planned(self, wanted: float) -> PruningPlan:
+        """A plan on the weights as they are, by which those units go first that have gone."""
         asked: list[str] = []
 
         def score(group: list[Slices]) -> np.ndarray:
@@ -188,31 +208,43 @@ class PlanScheduler:
             asked.append(key)
             found = scores(self._importance, group, key)
             gone = self._gone.get(key, np.zeros(len(found), dtype=bool))
-            lowest = found.min() - np.ptp(found) - 1
+            finite = found[np.isfinite(found)]
+            lowest = finite.min() - np.ptp(finite) - 1 if len(finite) else -1.0
             return np.where(gone, lowest, found)
 
         plain = made_plain(self.model)
-        self.plan = plan(
-            plain, self.example_input, sparsity=wanted, importance=score, **self.settings
-        )
-        scored = [group for group in self.plan.groups if group.importance is not None]
+        made = plan(plain, self.example_input, sparsity=wanted, importance=score, **self.settings)
+        scored = [group for group in made.groups if group.importance is not None]
         for key, group in zip(asked, scored, strict=True):
             gone = self._gone.setdefault(key, np.zeros(group.width, dtype=bool))
             gone[group.removed.numpy()] = True
-        put_masks(self.model, keep_masks(self.plan, Folds()))
+        return made
 
     def state_dict(self) -> dict[str, Any]:
-        """How far it is and which units are masked; the weights are in the model's state dict."""
+        """How far it is and what is masked; the weights are in the model's state dict."""
         gone = {key: torch.from_numpy(mask.copy()) for key, mask in self._gone.items()}
-        return {"steps": self.steps, "gone": gone}
+        keeps = {
+            f"{path}.{name}" if path else name: mask_of(module, name).cpu()
+            for path, module in self.model.named_modules() for name in masked_names(module)
+        }  # fmt: skip
+        return {"steps": self.steps, "gone": gone, "masks": keeps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another one was: masks the same units. After this the model's state dict
-        fits the model."""
-        self.steps = int(state["steps"])
+        """Go on where another one was: masks the same. After this the model's state dict fits the
+        model. Masks move parameters in their order: make the optimizer before."""
+        put_masks(self.model, state["masks"])
+        self.steps, self._plan = int(state["steps"]), None
         self._gone = {key: mask.numpy().copy() for key, mask in state["gone"].items()}
-        if self.steps:
-            self._mask(self.schedule(self.steps))
 
     def __repr__(self) -> str:
         return f"PlanScheduler({type(self.model).__name__}, step {self.steps}, {self.sparsity:.1%})"
+
+
+_NOT_IN_STEPS = {
+    "sparsity": "the schedule says how many units go",
+    "exact": "compact keeps what it takes for outputs to stay the same",
+    **dict.fromkeys(
+        ("calibration", "calibration_batches", "calibration_mode"),
+        "it is for pruning without training; plan once more with it in the end",
+    ),
+}

@@ -36,22 +36,30 @@ def cat(a, call):
 def end_to_end(a, call, parts, dim):
     """One axis of the parts' labels along ``dim``, rigid parts as slices that stay."""
     dims = tuple(sorted({d for p in parts for axis in p.touching([dim]) for d in axis.dims}))
-    units, constants, known, border = [], [], False, False
+    units, constants, borders, known = [], [], [], False
     for p in parts:
         sizes = [p.shape[d] for d in dims]
         axis = p.axis(dim)
         if axis is None:
             units.append(torch.zeros(sizes, dtype=torch.int64))
             constants.append(torch.full(sizes, torch.nan, dtype=torch.float64))
+            borders.append(False)
             continue
         units.append(axis.over(dims).expand(sizes))
-        border = border or axis.border
+        borders.append(axis.border)
         known = known or axis.constant is not None
         blank = torch.full(axis.units.shape, torch.nan, dtype=torch.float64)
         constant = blank if axis.constant is None else axis.constant
         constants.append(axis.over(dims, constant).expand(sizes))
     at = dims.index(dim)
     joined = torch.cat(units, at)
+    mixed = any(borders) and len(parts) > 1  # zeros stand around a part, not around all alike
+    if mixed:
+        constants = [
+            torch.where(c == 0, 0.0, torch.nan) if border else c
+            for c, border in zip(constants, borders, strict=True)
+        ]
+    border = any(borders) and not mixed
     result = Axis(dims, joined, torch.cat(constants, at) if known else None, border)
     a.rectangle(result, call)
     return result

@@ -18,10 +18,12 @@ def widths(m, new):
     found = {"embed_dim": embed, "num_heads": heads, "out_proj.in_features": inner,
              "out_proj.out_features": embed}  # fmt: skip
     if m.in_proj_weight is not None:
-        found |= {"kdim": embed, "vdim": embed}
+        query = new.views["in_proj_weight"][-1]
+        found |= {"kdim": query, "vdim": query}
     else:
+        query = new.views["q_proj_weight"][-1]
         found |= {"kdim": new.views["k_proj_weight"][-1], "vdim": new.views["v_proj_weight"][-1]}
-    if inner != embed or inner != heads * m.head_dim:
+    if {inner, query, heads * m.head_dim} != {embed}:
         # Without the flag, encoder layers would call a kernel that takes one width only.
         found |= {"forward": narrow_attention, "_qkv_same_embed_dim": False}
     return found

@@ -13,7 +13,8 @@ def test_public_signatures_are_pinned():
         "ignore: 'Iterable[Any] | str | type | nn.Module' = (), importance: 'Any' = 'l2', "
         "round_to: 'int' = 1, bias: 'str' = 'propagate', exact: 'bool' = False, "
         "attention: 'str' = 'heads', outputs: 'str | Iterable[str] | None' = None, "
-        "patterns: 'Iterable[Pattern]' = ()"
+        "patterns: 'Iterable[Pattern]' = (), calibration: 'Iterable[Any] | None' = None, "
+        "calibration_batches: 'int | None' = None, calibration_mode: 'str' = 'sequential'"
     )
     head = "(model: 'nn.Module', example_input: 'Any'"
     signature = {name: str(inspect.signature(getattr(fxprune, name)))
