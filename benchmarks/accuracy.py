@@ -77,8 +77,8 @@ class Result:
     sparsity: float
     variant: str
     unpruned: float
-    kept: float = 1.0  # share of the parameters
-    wanted: float = 1.0  # the share that fxprune keeps by default
+    wanted: float  # share of the parameters that fxprune keeps by default
+    kept: float | None = None
     score: float | None = None
     tuned: float | None = None
     why: str | None = None
@@ -111,7 +111,7 @@ def torch_pruning(real: Real, wanted: int) -> nn.Module:
         pruner.step()
         for m in attentions:  # as its example for BERT does
             m.num_attention_heads = pruner.num_heads[m.query]
-            m.all_head_size = m.query.out_features
+            m.all_head_size = m.query.weight.shape[0]
         return model
 
     return bisect(at, wanted)
@@ -140,13 +140,15 @@ def measure(real: Real, seed: int, args: argparse.Namespace) -> Iterator[Result]
     for sparsity in args.sparsity:
         wanted = count(prune(real, sparsity))
         for name in args.variants:
-            row = Result(real.name, real.kind, seed, sparsity, name, unpruned)
+            row = Result(
+                real.name, real.kind, seed, sparsity, name, unpruned, wanted=wanted / total
+            )
             try:
                 if name == PEER:
                     small = torch_pruning(real, wanted)
                 else:
                     small = prune(real, sparsity, **VARIANTS[name](real, seed))
-                row.kept, row.wanted = count(small) / total, wanted / total
+                row.kept = count(small) / total
                 if name == PEER and abs(row.kept / row.wanted - 1) > FAR:
                     row.why = f"keeps {row.kept:.0%} of the parameters"
                 else:
