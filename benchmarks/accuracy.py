@@ -28,6 +28,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,7 @@ def measure_all(args: argparse.Namespace, console: Console) -> Iterator[Result]:
                 bar.update(task, description=f"{name}, seed {seed}: loading or training")
                 try:
                     real = load(name, seed, args.cache)
-                except SystemExit as missing:
+                except (SystemExit, ImportError) as missing:
                     console.print(f"{name} is left out: {missing}", highlight=False)
                     bar.advance(task, (args.seeds - seed) * each)
                     break
@@ -219,7 +220,7 @@ def table(rows: list[Result], field: str) -> Table:
             cells = [percent(mean(here, field, variant=v)) for v in variants]
             best = max(cells, key=lambda c: float(c) if c != "–" else -1)
             result.add_row(
-                "" if i else title, f"{sparsity:.1%}", f"{percent(mean(here, 'wanted'))} %",
+                "" if i else title, f"{percent(sparsity)} %", f"{percent(mean(here, 'wanted'))} %",
                 percent(mean(here, "unpruned")),
                 *(f"[bold]{c}[/]" if c == best else c for c in cells),
             )  # fmt: skip
@@ -307,6 +308,8 @@ def options() -> argparse.Namespace:
     args.models = [n for n in REAL if any(fnmatch.fnmatchcase(n, g) for g in args.models)]
     if not args.models:
         parser.error("--models: nothing is called so")
+    if args.plot and find_spec("matplotlib") is None:
+        parser.error("--plot: matplotlib is not installed")
     return args
 
 
