@@ -24,8 +24,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -40,6 +38,7 @@ from typing import Any
 
 import torch
 import torchvision
+from machine import machine
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -318,25 +317,6 @@ def summary(zoo: Zoo, rows: list[Row], sparsity: float) -> list[str]:
     return lines
 
 
-def machine() -> dict[str, Any]:
-    """Where the numbers come from."""
-    processor = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = [s for s in info.read_text().splitlines() if s.startswith("model name")]
-        processor = lines[0].partition(":")[2].strip() if lines else processor
-    return {
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "fxprune": fxprune.__version__,
-        "python": platform.python_version(),
-        "system": platform.system(),
-        "processor": processor,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
-
-
 @contextmanager
 def progress(console: Console) -> Iterator[Progress]:
     columns = [
@@ -374,6 +354,7 @@ def main() -> int:
         if args.json:
             result = {
                 **machine(),
+                "torchvision": torchvision.__version__,
                 "time": "CPU" if args.cpu_time else "wall",
                 "sparsity": args.sparsity,
                 "left_out": left_out,

@@ -62,31 +62,41 @@ class Digits(nn.Module):
         return self.fc2(F.relu(self.fc1(x.flatten(1))))
 
 
+@dataclass
 class Data:
-    """The digits: every fifth is for testing, the others for training."""
+    """Inputs with labels, apart for training and for testing."""
 
-    def __init__(self, device: torch.device) -> None:
-        rows = torch.from_numpy(np.loadtxt(find_digits(), delimiter=",", dtype=np.float32))
-        images = (rows[:, :-1] / 255).reshape(-1, 1, 28, 28).to(device)
-        labels = rows[:, -1].long().to(device)  # sorted in the file, so a fifth of each digit
-        test = torch.arange(len(labels), device=device) % 5 == 0
-        self.train = images[~test], labels[~test]
-        self.test = images[test], labels[test]
-        self.steps = -(-len(self.train[1]) // BATCH)  # in an epoch
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+
+    @property
+    def steps(self) -> int:
+        """Batches in an epoch."""
+        return -(-len(self.train[1]) // BATCH)
 
     def batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """One shuffled pass over the training digits."""
-        images, labels = self.train
+        """One shuffled pass over what is for training."""
+        inputs, labels = self.train
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
         for index in order.to(labels.device).split(BATCH):
-            yield images[index], labels[index]
+            yield inputs[index], labels[index]
 
     def accuracy(self, model: nn.Module) -> float:
-        """Per cent of the test digits that ``model`` gets right."""
-        images, labels = self.test
+        """Per cent of the test part that ``model`` gets right."""
+        inputs, labels = self.test
         model.eval()
         with torch.no_grad():
-            return 100 * float((model(images).argmax(1) == labels).double().mean())
+            found = torch.cat([model(part).argmax(1) for part in inputs.split(1000)])
+        return 100 * float((found == labels).double().mean())
+
+
+def load_digits(device: torch.device) -> Data:
+    """The digits: every fifth is for testing, the others for training."""
+    rows = torch.from_numpy(np.loadtxt(find_digits(), delimiter=",", dtype=np.float32))
+    images = (rows[:, :-1] / 255).reshape(-1, 1, 28, 28).to(device)
+    labels = rows[:, -1].long().to(device)  # sorted in the file, so a fifth of each digit
+    test = torch.arange(len(labels), device=device) % 5 == 0
+    return Data((images[~test], labels[~test]), (images[test], labels[test]))
 
 
 def find_digits() -> Path:
@@ -103,7 +113,12 @@ def find_digits() -> Path:
 
 
 def fit(
-    model: nn.Module, data: Data, epochs: int, rate: float, seed: int, step: Callable[[], None]
+    model: nn.Module,
+    data: Data,
+    epochs: int,
+    rate: float,
+    seed: int,
+    step: Callable[[], None] = lambda: None,
 ) -> None:
     """Train by SGD with weight decay; the learning rate rises to ``rate`` and falls to zero."""
     optimizer = torch.optim.SGD(
@@ -235,7 +250,7 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     device = choose_device(chosen.device, console)
     started = time.perf_counter()
-    data = Data(device)
+    data = load_digits(device)
     rows = measure_all(chosen, data, device, console)
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

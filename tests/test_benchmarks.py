@@ -1,0 +1,69 @@
+"""What the benchmarks make up and compare by is right; no package's data is needed."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+
+
+def test_tones_have_the_pitch_that_is_said():
+    synthetic = importlib.import_module("synthetic")
+    length = 4096
+    sounds, hertz = synthetic.tones(40, length, np.random.default_rng(0))
+    middle = sounds[:, length // 2 - 512 : length // 2 + 512].double()
+    spectrum = torch.fft.rfft(middle * torch.hann_window(1024), 1 << 16).abs()
+    frequencies = torch.arange(spectrum.shape[1]) * synthetic.RATE / (1 << 16)
+    for row, f0 in zip(spectrum, hertz, strict=True):
+        near = (frequencies > 0.7 * f0) & (frequencies < 1.4 * f0)
+        found = frequencies[near][row[near].argmax()]
+        assert abs(float(found / f0) - 1) < 0.06
+
+
+def test_no_two_takes_of_a_voice_are_the_same_and_sentences_go_on():
+    synthetic = importlib.import_module("synthetic")
+    first, second = synthetic.voices(2, np.random.default_rng(0))
+    assert first.shape == second.shape == (2, 280, synthetic.MELS)
+    assert not torch.allclose(first, second)
+    made = synthetic.sentences(np.random.default_rng(0))
+    assert len({next(made) for _ in range(50)}) > 45
+
+
+@pytest.mark.parametrize("wanted", [20, 137, 400, 990])
+def test_the_peer_is_compared_at_the_same_number_of_parameters(wanted):
+    accuracy = importlib.import_module("accuracy")
+
+    def at(ratio: float) -> nn.Module:
+        return nn.Linear(1, round(1000 * (1 - ratio)) or 1, bias=False)
+
+    assert abs(accuracy.count(accuracy.bisect(at, wanted)) - wanted) <= max(2, 0.02 * wanted)
+
+
+def test_a_mean_over_runs_that_failed_is_none():
+    accuracy = importlib.import_module("accuracy")
+    rows = [
+        accuracy.Result("net", "conv", seed, 0.5, "l1", 1.0, 0.5, 0.5, score)
+        for seed, score in enumerate([0.5, 1.0])
+    ]
+    assert accuracy.mean(rows, "score", variant="l1") == 0.75
+    rows.append(accuracy.Result("net", "conv", 2, 0.5, "l1", 1.0, 0.5, why="RuntimeError"))
+    assert accuracy.mean(rows, "score", variant="l1") is None
+    assert accuracy.remarks(rows) == ["net, l1: RuntimeError"]
+
+
+def test_labelled_networks_read_calibration_from_the_training_part():
+    real, digits = importlib.import_module("real"), importlib.import_module("digits")
+    train = (torch.zeros(100, 3), torch.zeros(100).long())
+    data = digits.Data(train, (torch.ones(10, 3), torch.zeros(10).long()))
+    net = real.labelled("net", "conv", nn.Linear(3, 2), data, 0, 0.1, "")
+    assert sum(len(batch) for batch in net.calibration) == 100
+    assert not any(batch.any() for batch in net.calibration)
