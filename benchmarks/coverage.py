@@ -364,7 +364,8 @@ def _plot_peers(ax: Any, rows: list[Row], peers: list[str]) -> None:
             ax.barh(peers, found, left=start, color=hues[status], label=status, height=0.5)
             start = [a + b for a, b in zip(start, found, strict=True)]
     ax.set_xlabel("models")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, frameon=False)
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4, frameon=False)
 
 
 def main() -> int:
