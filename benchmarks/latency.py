@@ -8,10 +8,10 @@
 Every combination of the flags is one line: the model before and after pruning at the sparsity, with
 widths rounded to multiples of ``round``, run in turns by ``fxprune.benchmark`` after a warm-up
 (blocks timed by ``torch.utils.benchmark`` on the CPU, by CUDA events on a GPU). Latency is the
-median in ms of a whole batch, "±" half of the interquartile range relative to it. "MACs" is how many
-times fewer are left, as ``torch.utils.flop_counter`` counts them, and "of ideal" the speed-up over
-that: 1 where all saved work is saved time. Torch-Pruning prunes the same model at the same sparsity;
-it rounds widths down, fxprune up.
+median in ms of a whole batch, "±" half of the interquartile range relative to it. "MACs" says how
+many times fewer there are, as ``torch.utils.flop_counter`` counts, and "of ideal" is the speed-up
+over that: 1 where all saved work is saved time. Torch-Pruning prunes the same model at the same
+sparsity; it rounds widths down, fxprune up.
 """
 
 from __future__ import annotations

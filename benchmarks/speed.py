@@ -260,20 +260,19 @@ def megabytes(memory: int | None) -> str:
 
 
 def table(rows: list[Row], peers: list[str]) -> Table:
-    heads = [h for p in peers for h in (p, "MB", "ratio")]
+    heads = [h for p in peers for h in (p, "kept", "MB", "ratio")]
     result = grid("model", "kept", *STEPS, "prune", "MB", *heads)
     for row in rows:
         ours = row.pruners["fxprune"]
         cells = [show(row.steps.get(s)) for s in STEPS]
         cells += [ours.failure or show(ours.seconds), megabytes(ours.memory)]
         for peer in peers:
-            taken = row.pruners[peer]
-            shown = f"[red]{escape(taken.failure)}[/]" if taken.failure else show(taken.seconds)
-            cells += [
-                shown,
-                megabytes(taken.memory),
-                "" if taken.failure else show(row.ratio(peer)),
-            ]
+            taken, ratio = row.pruners[peer], row.ratio(peer)
+            if taken.failure:
+                cells += [f"[red]{escape(taken.failure)}[/]", "", "", ""]
+            else:
+                cells += [show(taken.seconds), show(taken.kept, ".0%"), megabytes(taken.memory),
+                          show(ratio)]  # fmt: skip
         result.add_row(row.model, show(ours.kept, ".0%"), *cells)
     return result
 

@@ -14,17 +14,14 @@ Only files of the packages are read, none of their code is run. "error" is that 
 
 from __future__ import annotations
 
-import argparse
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
+from harness import arguments, described, figure, grid, machine, save, terminal
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.benchmark import Timer
@@ -196,15 +193,30 @@ def milliseconds(model: nn.Module, x: Any) -> float:
         return timer.blocked_autorange(min_run_time=1.0).median * 1e3
 
 
+def plot(path: Any, rows: list[dict[str, Any]]) -> None:
+    """The score over the size, a line for each setting of each model."""
+    with figure(path, 5, 4) as axes:
+        for ax in axes:
+            for of in dict.fromkeys(r["of"] for r in rows):
+                at = [(r["parameters"], r["score"], r["model"]) for r in rows if r["of"] == of]
+                ax.plot([a[0] for a in at], [a[1] for a in at], "o", label=of)
+                for x, y, name in at:
+                    ax.annotate(name, (x, y), fontsize=7, xytext=(4, 4), textcoords="offset points")
+            ax.set_xscale("log")
+            ax.set_xlabel("parameters")
+            ax.set_ylabel("score")
+            ax.grid(alpha=0.3)
+            ax.legend()
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--sparsity", type=float, default=0.25)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    console, rows = Console(), []
-    table = Table(title=f"sparsity {args.sparsity:g}, no fine-tuning")
-    for heading in ("model", "parameters", "latency", "score", "proof"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    console, where, rows = terminal(), machine("transformers"), []
+    table = grid("model", "parameters", "latency", "score", "proof")
     for name, load in {"voices": voices, "sentences": sentences}.items():
         model, x, score = load()
         variants: dict[str, tuple[nn.Module, float | None]] = {name: (model, None)}
@@ -222,8 +234,9 @@ def main() -> None:
             time = f"{row['milliseconds']:.1f} ms"
             table.add_row(label, f"{row['parameters']:,}", time, f"{row['score']:.1%}", proof)
     console.print(table)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    console.print(f"Sparsity {args.sparsity:g}, no fine-tuning. {described(where)}")
+    save(args.json, where, sparsity=args.sparsity, models=rows)
+    plot(args.plot, rows)
 
 
 if __name__ == "__main__":
