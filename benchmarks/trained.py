@@ -194,19 +194,16 @@ def milliseconds(model: nn.Module, x: Any) -> float:
 
 
 def plot(path: Any, rows: list[dict[str, Any]]) -> None:
-    """The score over the size, a line for each setting of each model."""
-    with figure(path, 5, 4) as axes:
+    """The score of each model as it was and pruned."""
+    with figure(path, 5, 0.4 * len(rows) + 1) as axes:
         for ax in axes:
-            for of in dict.fromkeys(r["of"] for r in rows):
-                at = [(r["parameters"], r["score"], r["model"]) for r in rows if r["of"] == of]
-                ax.plot([a[0] for a in at], [a[1] for a in at], "o", label=of)
-                for x, y, name in at:
-                    ax.annotate(name, (x, y), fontsize=7, xytext=(4, 4), textcoords="offset points")
-            ax.set_xscale("log")
-            ax.set_xlabel("parameters")
-            ax.set_ylabel("score")
-            ax.grid(alpha=0.3)
-            ax.legend()
+            names = list(dict.fromkeys(r["of"] for r in rows))
+            colors = [f"C{names.index(r['of'])}" for r in rows]
+            bars = ax.barh(range(len(rows)), [r["score"] for r in rows], color=colors)
+            ax.bar_label(bars, [f"{r['parameters']:,}" for r in rows], padding=3, fontsize=7)
+            ax.set_yticks(range(len(rows)), [r["model"] for r in rows])
+            ax.set_xlabel("score; beside the bars, parameters")
+            ax.invert_yaxis()
 
 
 def main() -> None:
