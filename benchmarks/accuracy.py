@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import machine
+from harness import machine
 from peers import count, short
 from real import REAL, Real, cache_folder, load
 from rich.box import SIMPLE_HEAD

@@ -4,6 +4,7 @@
     python benchmarks/coverage.py timm
     python benchmarks/coverage.py transformers
     python benchmarks/coverage.py torchvision --models 'resnet*' vit_b_16 --json coverage.json
+    python benchmarks/coverage.py torchvision --peer torch-pruning fxprune --plot coverage.png
 
 Each model is built without weights and put in a state that says something: nothing is 0 by chance,
 and the output depends on the input. It is planned, pruned and proved in float32 on the CPU. A model
@@ -17,39 +18,40 @@ passes if
 means class kept and input untouched. Times are seconds; "forward" is the median of three, "plan"
 includes the trace. On a busy machine, ``--cpu-time`` measures seconds of one core instead.
 "body" is what is kept of the parameters outside embeddings. ``zoo.py`` builds the models.
+
+``--peer`` has other pruners prune the same models, through their plain interfaces (``pruners.py``),
+and judges all by one oracle (``judge.py``), in float64 and on an input they have not seen. It says
+"wrong" where the result differs from the original with the removed slices set to zero, "refuses"
+where the pruner raises by its own ``raise`` or ``assert``, "crashes" where anything else raises or
+the result does not run, and "hangs" where ``--limit`` is over. ``--peer fxprune`` puts fxprune with
+``bias="drop"`` before the same judge.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import sys
-import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import harness
 import torch
-import torchvision
-from machine import machine
-from rich.box import SIMPLE_HEAD
+from harness import arguments, described, each, figure, grid, machine, save, seconds, show, terminal
+from judge import STATUSES, Verdict, count, judge
+from pruners import PRUNERS
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor, nn
 from zoo import FAMILIES, Zoo
 
 import fxprune
 from fxprune.proof import largest_error, prove, tolerance
-from fxprune.running import outputs
+from fxprune.running import bind_inputs, outputs
 
 STEPS = ("forward", "trace", "plan", "apply")
 ASLEEP = 1e-3  # relative change of the output with another input, below which the model is no test
@@ -82,6 +84,7 @@ class Row:
     notes: dict[str, int] | None = None
     status: str = "pass"
     details: str = ""
+    peers: dict[str, Verdict] = field(default_factory=dict)
 
     @property
     def passes(self) -> bool:
@@ -137,7 +140,8 @@ def wake(model: nn.Module, x: Any, seed: int = 0) -> nn.Module:
                 p.add_(0.5 * noise(p))
             elif p.min() == p.max():
                 p.copy_(noise(p) / p[0].numel() ** 0.5)
-        outputs(model, x)
+        args, kwargs = bind_inputs(x)
+        model(*args, **kwargs)  # not ``outputs``, which would put the statistics back
     for hook in hooks:
         hook.remove()
     return model
@@ -146,13 +150,18 @@ def wake(model: nn.Module, x: Any, seed: int = 0) -> nn.Module:
 # -- one model ------------------------------------------------------------------------------------
 
 
-def measure(zoo: Zoo, name: str, sparsity: float) -> Row:
+def measure(zoo: Zoo, name: str, given: Any) -> Row:
     """Plan, prune and prove one model; whatever goes wrong is in the row."""
     row = Row(name)
     try:
         torch.manual_seed(0)
         x = zoo.example(name)
-        _measure(row, zoo, wake(zoo.build(name), x), x, sparsity)
+        model = wake(zoo.build(name), x)
+        other, only = zoo.example(name, seed=1), zoo.outputs(name)
+        for peer in given.peer:
+            row.peers[peer] = judge(peer, model, x, other, given.sparsity, given.limit, only)
+            gc.collect()
+        _measure(row, zoo, model, x, given.sparsity)
     except Exception as error:
         row.status = type(error).__name__
         frames = traceback.format_exception(error, limit=-4)
@@ -180,7 +189,7 @@ def _measure(row: Row, zoo: Zoo, model: nn.Module, x: Any, sparsity: float) -> N
     row.notes = dict(Counter(what for _, what in plan.notes))
     row.apply, small = seconds(lambda: plan.apply(model))
     row.kept = count(small) / row.parameters
-    row.body = count(small, body=True) / count(model, body=True)
+    row.body = count_body(small) / count_body(model)
     row.halved = halved(model, plan, sparsity)
     # A forward written anew makes a subclass under the same name.
     row.same_class = isinstance(small, type(model)) and type(small).__name__ == type(model).__name__
@@ -248,34 +257,18 @@ def halved(model: nn.Module, plan: fxprune.PruningPlan, sparsity: float) -> floa
     return left / count(model)
 
 
-def count(model: nn.Module, body: bool = False) -> int:
-    """Parameters; of the ``body``, without those of embeddings."""
+def count_body(model: nn.Module) -> int:
+    """Parameters outside embeddings."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    return sum(p.numel() for p in model.parameters() if not body or id(p) not in tables)
-
-
-clock = time.perf_counter
-
-
-def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
-    start = clock()
-    result = call()
-    return clock() - start, result
+    return sum(p.numel() for p in model.parameters() if id(p) not in tables)
 
 
 # -- report ---------------------------------------------------------------------------------------
 
 
 def table(rows: list[Row]) -> Table:
-    result = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    result.add_column("model", no_wrap=True)
-    for heading in ("kept", "body", "groups", *STEPS, "error", "graph", "approx."):
-        result.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("intact", "status"):
-        result.add_column(heading, no_wrap=True)
-
-    def number(value: float | None, shape: str) -> str:
-        return "" if value is None else format(value, shape)
+    result = grid("model", "kept", "body", "groups", *STEPS, "error", "graph", "approx.", "intact",
+                  "status")  # fmt: skip
 
     def intact(row: Row) -> str:
         flags = (row.same_class, row.untouched)
@@ -284,10 +277,9 @@ def table(rows: list[Row]) -> Table:
     for row in rows:
         groups = "" if row.pruned is None else f"{row.pruned}/{row.frozen}"
         result.add_row(
-            row.model, number(row.kept, ".0%"), number(row.body, ".0%"), groups,
-            number(row.forward, ".2f"), number(row.trace, ".2f"), number(row.plan, ".2f"),
-            number(row.apply, ".2f"), number(row.error, ".0e"), number(row.graph, ".0e"),
-            number(row.approximate, "d"), intact(row),
+            row.model, show(row.kept, ".0%"), show(row.body, ".0%"), groups, show(row.forward),
+            show(row.trace), show(row.plan), show(row.apply), show(row.error, ".0e"),
+            show(row.graph, ".0e"), show(row.approximate, "d"), intact(row),
             "pass" if row.passes else f"[red]{escape(row.status)}[/]",
         )  # fmt: skip
     return result
@@ -317,72 +309,124 @@ def summary(zoo: Zoo, rows: list[Row], sparsity: float) -> list[str]:
     return lines
 
 
-@contextmanager
-def progress(console: Console) -> Iterator[Progress]:
-    columns = [
-        TextColumn("{task.description}"), *Progress.get_default_columns()[1:2],
-        MofNCompleteColumn(), TimeElapsedColumn(),
-    ]  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as bar:
-        yield bar
+def peer_table(rows: list[Row], peers: list[str]) -> Table:
+    """What the others make of the same models: what is kept, seconds in float64, the verdict."""
+    result = grid("model", *(h for p in peers for h in (p, "s", "")))
+    for row in rows:
+        cells = []
+        for peer in peers:
+            found = row.peers.get(peer, Verdict("not run"))
+            color = COLORS.get(found.status, "red")
+            shown = f"[{color}]{found.status}[/]"
+            cells += [show(found.kept, ".0%"), show(found.seconds, ".1f"), shown]
+        result.add_row(row.model, *cells)
+    return result
+
+
+def peer_summary(rows: list[Row], peers: list[str]) -> list[str]:
+    lines = []
+    for peer in peers:
+        found = Counter(row.peers[peer].status for row in rows if peer in row.peers)
+        counts = ", ".join(f"{found[s]} {s}" for s in STATUSES if found[s])
+        lines.append(f"{peer}: {counts} (of {len(rows)}).")
+    return lines
+
+
+COLORS = {"prunes": "green", "not checked": "yellow", "not run": "dim"}
+
+
+def plot(path: Any, rows: list[Row], peers: list[str], sparsity: float) -> None:
+    """What is kept of each model, and how the pruners fare."""
+    shown = sorted((r for r in rows if r.kept is not None), key=lambda r: r.kept or 0)
+    with figure(path, 11 if peers else 6, max(3.0, 0.16 * len(shown) + 1), 1 + bool(peers)) as axes:
+        if not axes:
+            return
+        for good, color in ((True, "tab:blue"), (False, "tab:red")):
+            at = [(r.kept, i) for i, r in enumerate(shown) if r.passes == good]
+            axes[0].plot(*zip(*at, strict=True) if at else ((), ()), "o", ms=4, color=color,
+                         label="passes" if good else "fails")  # fmt: skip
+        axes[0].set_yticks(range(len(shown)), [r.model for r in shown], fontsize=6)
+        axes[0].set_xlim(0, 1)
+        axes[0].set_xlabel(f"share of the parameters that fxprune keeps at sparsity {sparsity:g}")
+        axes[0].grid(alpha=0.3)
+        axes[0].legend(loc="lower right")
+        for ax in axes[1:]:
+            _plot_peers(ax, rows, peers)
+
+
+def _plot_peers(ax: Any, rows: list[Row], peers: list[str]) -> None:
+    hues = dict(zip(STATUSES, ("tab:green", "gold", "lightgray", "white", "silver", "tab:purple",
+                               "tab:orange", "tab:red"), strict=True))  # fmt: skip
+    start = [0] * len(peers)
+    for status in STATUSES:
+        found = [sum(r.peers[p].status == status for r in rows if p in r.peers) for p in peers]
+        if any(found):
+            ax.barh(peers, found, left=start, color=hues[status], label=status, height=0.5)
+            start = [a + b for a, b in zip(start, found, strict=True)]
+    ax.set_xlabel("models")
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4, frameon=False)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("family", choices=list(FAMILIES))
     parser.add_argument("--all", action="store_true", help="detection, flow and video too")
     parser.add_argument("--models", nargs="+", metavar="GLOB", help="only these, of any size")
     parser.add_argument("--sparsity", type=float, default=0.5)
     parser.add_argument("--cpu-time", action="store_true", help="time one core, not the clock")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="written after each model")
+    parser.add_argument("--peer", nargs="+", default=[], choices=list(PRUNERS), metavar="NAME",
+                        help=f"judge these too: {', '.join(PRUNERS)}")  # fmt: skip
+    parser.add_argument("--limit", type=float, default=120, metavar="SECONDS",
+                        help="how long a peer may take for one model (default: 120)")  # fmt: skip
     args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     if args.cpu_time:
-        global clock
-        clock = time.process_time
-        torch.set_num_threads(1)
+        harness.use_cpu_time()
     zoo = FAMILIES[args.family]
     names, left_out = zoo.names(args.all), zoo.left_out()
     if args.models:
         names, left_out = [n for n in zoo.every() if zoo.is_one(n, tuple(args.models))], []
         if not names:
             parser.error(f"--models: nothing of {args.family} is called so")
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console, where = terminal(), machine(args.family, *args.peer)
     warnings.simplefilter("ignore")
     rows: list[Row] = []
 
-    def save() -> None:
-        if args.json:
-            result = {
-                **machine(),
-                "torchvision": torchvision.__version__,
-                "time": "CPU" if args.cpu_time else "wall",
-                "sparsity": args.sparsity,
-                "left_out": left_out,
-                "summary": summary(zoo, rows, args.sparsity),
-                "models": [{**asdict(r), "cost": r.cost} for r in rows],
-            }
-            args.json.write_text(json.dumps(result, indent=1) + "\n")
+    def working(name: str) -> str:
+        return f"{name} ({sum(not r.passes for r in rows)} failed so far)"
 
-    with progress(console) as bar:
-        task = bar.add_task("", total=len(names))
-        for name in names:
-            failed = sum(not r.passes for r in rows)
-            bar.update(task, description=f"{name} ({failed} failed so far)")
-            rows.append(measure(zoo, name, args.sparsity))
-            gc.collect()
-            save()
-            bar.advance(task)
+    for name in each(names, console, working):
+        rows.append(measure(zoo, name, args))
+        gc.collect()
+        lines = summary(zoo, rows, args.sparsity) + peer_summary(rows, args.peer)
+        save(args.json, where, time="CPU" if args.cpu_time else "wall", sparsity=args.sparsity,
+             left_out=left_out, summary=lines,
+             models=[{**asdict(r), "cost": r.cost} for r in rows])  # fmt: skip
+    plot(args.plot, rows, args.peer, args.sparsity)
 
     console.print(table(rows))
-    for line in summary(zoo, rows, args.sparsity):
-        console.print(line, highlight=False)
+    if args.peer:
+        console.print(peer_table(rows, args.peer))
+    for line in lines:
+        console.print(line)
     if left_out:
-        console.print(f"Left out for their size: {', '.join(left_out)}.", highlight=False)
+        console.print(f"Left out for their size: {', '.join(left_out)}.")
+    print_failures(console, rows)
+    console.print(described(where))
+    return 0 if all(r.passes for r in rows) else 1
+
+
+def print_failures(console: Console, rows: list[Row]) -> None:
+    for row in rows:
+        for peer, found in row.peers.items():
+            if found.details:
+                console.print(f"{row.model}, {peer}: {escape(found.details)}")
     for row in rows:
         if not row.passes:
-            console.print(f"\n[bold]{row.model}[/]: {escape(row.status)}", highlight=False)
-            console.print(escape(row.details), highlight=False)
-    return 0 if all(r.passes for r in rows) else 1
+            console.print(f"\n[bold]{row.model}[/]: {escape(row.status)}")
+            console.print(escape(row.details))
 
 
 if __name__ == "__main__":

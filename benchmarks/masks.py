@@ -1,21 +1,20 @@
-"""How long masking a large weight takes, beside PyTorch's own methods in the same run."""
+"""How long masking a large weight takes, beside PyTorch's own methods in the same run.
+
+    python benchmarks/masks.py --size 4096 --plot masks.png
+
+Medians over fresh copies of one linear layer; "got" is the share that fxprune's mask takes out.
+"""
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import statistics
-import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from harness import arguments, described, each, figure, grid, in_turn, machine, save, terminal
 from torch import nn
 from torch.nn.utils import prune
 
@@ -64,43 +63,57 @@ METHODS: dict[str, tuple[float, Method, Method]] = {
 }  # fmt: skip
 
 
-def seconds(method: Method, module: nn.Module, times: int) -> tuple[float, nn.Module]:
-    """The median over fresh copies, and the last one, masked."""
-    found = []
-    for _ in range(times):
-        fresh = copy.deepcopy(module)
-        start = time.perf_counter()
-        method(fresh)
-        found.append(time.perf_counter() - start)
-    return statistics.median(found), fresh
+def measure(name: str, module: nn.Module, times: int) -> dict[str, Any]:
+    """Seconds of one method, ours and PyTorch's in turn, each on a fresh copy."""
+    asked, ours, theirs = METHODS[name]
+
+    def fresh() -> nn.Module:
+        return copy.deepcopy(module)
+
+    found = in_turn({"fxprune": (fresh, ours), "pytorch": (fresh, theirs)}, times)
+    masked = fresh()
+    ours(masked)
+    got = float((~mask_of(masked, "weight")).double().mean())
+    return {"method": name, "asked": asked, "got": got, **{n: median(t) for n, t in found.items()}}
+
+
+def plot(path: Any, rows: list[dict[str, Any]]) -> None:
+    with figure(path, 6, 3.5) as axes:
+        for ax in axes:
+            for i, who in enumerate(("fxprune", "pytorch")):
+                at = [n + 0.4 * i for n in range(len(rows))]
+                ax.barh(at, [r[who] for r in rows], height=0.4, label=who)
+            ax.set_yticks([n + 0.2 for n in range(len(rows))], [r["method"] for r in rows])
+            ax.set_xscale("log")
+            ax.set_xlabel("seconds")
+            ax.grid(alpha=0.3)
+            ax.legend()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--size", type=int, default=4096, help="rows and columns of the weight")
     parser.add_argument("--times", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args()
+    if given.threads:
+        torch.set_num_threads(given.threads)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
+    console, where = terminal(), machine()
     module = nn.Linear(given.size, given.size)
-    table = Table(title=f"masking a {given.size} x {given.size} weight, {torch.get_num_threads()} "
-                        f"threads, median of {given.times}")  # fmt: skip
-    for column in ("method", "asked", "got", "fxprune", "PyTorch", "ratio"):
-        table.add_column(column, justify="left" if column == "method" else "right")
+    table = grid("method", "asked", "got", "fxprune", "PyTorch", "ratio")
     rows = []
-    with Progress(transient=True) as bar:
-        for name, (asked, ours, theirs) in bar.track(METHODS.items()):
-            mine, masked = seconds(ours, module, given.times)
-            other, _ = seconds(theirs, module, given.times)
-            got = float((~mask_of(masked, "weight")).double().mean())
-            rows.append({"method": name, "asked": asked, "got": got, "fxprune": mine,
-                         "pytorch": other})  # fmt: skip
-            table.add_row(name, f"{asked:.3f}", f"{got:.3f}", f"{mine * 1e3:.0f} ms",
-                          f"{other * 1e3:.0f} ms", f"{mine / other:.2f}")  # fmt: skip
-    Console().print(table)
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+    for name in each(METHODS, console):
+        row = measure(name, module, given.times)
+        rows.append(row)
+        table.add_row(name, f"{row['asked']:.3f}", f"{row['got']:.3f}",
+                      f"{row['fxprune'] * 1e3:.0f} ms", f"{row['pytorch'] * 1e3:.0f} ms",
+                      f"{row['fxprune'] / row['pytorch']:.2f}")  # fmt: skip
+    console.print(table)
+    console.print(f"Masking a {given.size} x {given.size} weight, median of {given.times}.")
+    console.print(described(where))
+    save(given.json, where, size=given.size, methods=rows)
+    plot(given.plot, rows)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ raises, "crashes" a pruned network that does not run.
 
 from __future__ import annotations
 
-import argparse
 import re
 import warnings
 from collections.abc import Callable
@@ -39,6 +38,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from harness import arguments, described, each, figure, machine, save, terminal
 from torch import Tensor, nn
 
 import fxprune
@@ -313,17 +313,50 @@ def short(error: Exception) -> str:
     return f"{type(error).__name__}: {text if len(text) <= 90 else text[:87] + '...'}"
 
 
+COLORS = {"exact": "tab:green", "constant": "gold", "wrong": "tab:red", "crashes": "tab:orange",
+          "refuses": "silver", "removes": "lightgray", "not": "white"}  # fmt: skip
+
+
+def plot(path: Any, rows: list[list[str]]) -> None:
+    """The table as a grid; the first word of a cell is its colour."""
+    with figure(path, 10, 3.5) as axes:
+        for ax in axes:
+            for y, (title, *cells) in enumerate(rows[1:]):
+                for x, cell in enumerate(cells):
+                    ax.barh(
+                        y,
+                        1,
+                        left=x,
+                        height=0.95,
+                        color=COLORS[re.split(r"[: ]", cell)[0]],
+                        alpha=0.6,
+                    )
+                    ax.text(x + 0.5, y, re.split(r"[:(]", cell)[0], ha="center", va="center")
+                ax.text(-0.03, y, title.replace("`", ""), ha="right", va="center")
+            ax.set_xticks([x + 0.5 for x in range(len(PRUNERS))], list(PRUNERS))
+            ax.xaxis.tick_top()
+            ax.set_yticks([])
+            ax.invert_yaxis()
+            ax.spines[:].set_visible(False)
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
+    given = arguments(__doc__).parse_args()
+    if given.threads:
+        torch.set_num_threads(given.threads)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
+    console, where = terminal(), machine("torch-pruning")
     rows = [["network", *PRUNERS]]
-    for case in CASES:
+    for case in each(CASES, console, lambda case: case.title):
         rows.append([case.title, *(judge(case, pruner) for pruner in PRUNERS.values())])
     for i, row in enumerate(rows):
         print("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
         if i == 0:
             print("|" + "---|" * len(row))
+    console.print(f"\n{described(where)}")
+    save(given.json, where, table=[dict(zip(rows[0], row, strict=True)) for row in rows[1:]])
+    plot(given.plot, rows)
 
 
 if __name__ == "__main__":

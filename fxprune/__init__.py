@@ -8,6 +8,7 @@ import fxprune.patterns as patterns
 
 from . import masks
 from .api import prune
+from .benchmarking import BenchmarkResult, benchmark
 from .compacting import compact
 from .errors import (
     InputError,
@@ -28,6 +29,7 @@ from .registry import register, unregister
 
 __version__ = "0.1.0"
 __all__ = [
+    "BenchmarkResult",
     "ChannelGroup",
     "InputError",
     "ModelError",
@@ -39,6 +41,7 @@ __all__ = [
     "PruningPlan",
     "PruningWarning",
     "SettingError",
+    "benchmark",
     "check_pattern",
     "compact",
     "masks",

@@ -31,6 +31,12 @@ def test_public_signatures_are_pinned():
         "raise_exception: 'bool' = True) -> 'PatternCheck'"
     )
     assert list(inspect.signature(fxprune.register).parameters) == ["targets", "override", "what"]
+    assert str(inspect.signature(fxprune.benchmark)) == (
+        "(before: 'nn.Module', after: 'nn.Module', example_input: 'Any', *, mode: 'str' = 'eager', "
+        "device: 'torch.device | str | None' = None, dtype: 'torch.dtype | None' = None, "
+        "channels_last: 'bool' = False, threads: 'int | None' = None, seconds: 'float' = 1.0) "
+        "-> 'BenchmarkResult'"
+    )
     for name, rest in (("mask", ""), ("apply", ", *, inplace: 'bool' = False")):
         found = str(inspect.signature(getattr(fxprune.PruningPlan, name)))
         assert found == f"(self, model: 'nn.Module'{rest}) -> 'nn.Module'"
@@ -38,9 +44,9 @@ def test_public_signatures_are_pinned():
 
 def test_all_exports_are_pinned_and_exist():
     assert fxprune.__all__ == [
-        "ChannelGroup", "InputError", "ModelError", "Pattern", "PatternError", "PlanError",
-        "ProofError", "PruningError", "PruningPlan", "PruningWarning", "SettingError",
-        "check_pattern", "compact", "masks", "pattern", "patterns", "plan", "prune", "register",
-        "trace", "unregister",
+        "BenchmarkResult", "ChannelGroup", "InputError", "ModelError", "Pattern", "PatternError",
+        "PlanError", "ProofError", "PruningError", "PruningPlan", "PruningWarning", "SettingError",
+        "benchmark", "check_pattern", "compact", "masks", "pattern", "patterns", "plan", "prune",
+        "register", "trace", "unregister",
     ]  # fmt: skip
     assert all(hasattr(fxprune, name) for name in fxprune.__all__)
