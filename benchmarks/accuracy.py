@@ -64,6 +64,11 @@ VARIANTS: dict[str, Callable[[Real, int], dict[str, Any]]] = {
     "l1": lambda real, seed: {"importance": "l1"},
     "fpgm": lambda real, seed: {"importance": "fpgm"},
     "random": lambda real, seed: {"importance": drawn(seed)},
+    "calibrated": lambda real, seed: {"calibration": real.calibration},
+    "reconstruction": lambda real, seed: {
+        "calibration": real.calibration,
+        "importance": "reconstruction",
+    },
 }
 PEER = "Torch-Pruning"
 

@@ -22,6 +22,7 @@ def prune(
     sparsity: float | Mapping[Any, float] = 0.5,
     ignore: Iterable[Any] | str | type | nn.Module = (),
     importance: Any = "l2",
+    scope: str = "local",
     round_to: int = 1,
     bias: str = "propagate",
     exact: bool = False,
@@ -40,7 +41,7 @@ def prune(
     Args:
         model: any module that runs on ``example_input``. It is left untouched.
         example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
-        sparsity, ignore, importance, round_to, bias, exact, attention, outputs, patterns,
+        sparsity, ignore, importance, scope, round_to, bias, exact, attention, outputs, patterns,
             calibration, calibration_batches, calibration_mode: see :func:`fxprune.plan`.
         inplace: change ``model`` itself; an exception leaves it as it was.
         as_graph: return the pruned model as one :class:`torch.fx.GraphModule`, recorded from its
@@ -61,6 +62,7 @@ def prune(
         sparsity=sparsity,
         ignore=ignore,
         importance=importance,
+        scope=scope,
         round_to=round_to,
         bias=bias,
         exact=exact,

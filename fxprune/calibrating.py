@@ -24,11 +24,11 @@ from .errors import SettingError
 from .fold import Mix, Shift, delta_of, mixed, placed, sink_of
 from .mask import bake
 from .pruning_plan import PruningPlan
-from .recording import Trace
+from .recording import Trace, uses_of
 from .reference import Counting, tensor_nodes
 from .regression import Sums
 from .rewrite import apply
-from .running import bind_inputs, evaluating, tensors_of
+from .running import bind_inputs, evaluating
 
 MODES = ("sequential", "parallel")
 MOST = 4096  # channels that are predicted each for itself: their covariance has so many squared
@@ -113,7 +113,7 @@ def check_mode(mode: str) -> None:
 
 def find_readers(trace: Trace, constants: Constants) -> tuple[list[Reader], list[tuple[str, str]]]:
     """The weights whose channels can be predicted, and why others cannot."""
-    uses = _uses(trace)
+    uses = uses_of(trace)
     reads: dict[str, list[Read]] = {}
     for read in constants.reads:
         reads.setdefault(read.axis.name, []).append(read)
@@ -136,18 +136,6 @@ def find_readers(trace: Trace, constants: Constants) -> tuple[list[Reader], list
         if bool(read.dead.any()):
             notes.append((read.call.name, f"not calibrated, for {why}: constants are folded"))
     return readers, notes
-
-
-def _uses(trace: Trace) -> dict[str, set[fx.Node]]:
-    """The calls that use each tensor of the model."""
-    found: dict[str, set[fx.Node]] = {}
-    for node in trace.graph.nodes:
-        if node.op == "get_attr":
-            found.setdefault(str(node.target), set()).update(node.users)
-        elif node.op == "call_module":
-            for tensor in tensors_of(trace.model.get_submodule(str(node.target))).values():
-                found.setdefault(trace.names.get(id(tensor), ""), set()).add(node)
-    return found
 
 
 def _reader(constants: Constants, read: Read) -> Reader | None:

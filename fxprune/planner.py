@@ -22,6 +22,7 @@ from .pruning_plan import PruningPlan
 from .reconstruction import Reconstruction
 from .recording import Trace
 from .replay import Replay
+from .scope import share_out, work_of
 from .select import Choice, keep_count
 from .settings import Settings, matches
 
@@ -73,13 +74,16 @@ class Planner:
         """How much each group is asked to lose, and how its units score."""
         score = importance.resolve(self.settings.importance)
         self.asked: dict[int, float] = {}
-        norms: dict[int, dict[float, Tensor]] = {}
         for group in self.groups:
             fraction, reason = self._fraction(group)
             if group.frozen is None and reason:
                 group.frozen = reason
             self.asked[id(group)] = fraction
-            if group.frozen is None and fraction > 0:
+        if self.settings.scope == "global":
+            self._share_out()
+        norms: dict[int, dict[float, Tensor]] = {}
+        for group in self.groups:
+            if group.frozen is None and self.asked[id(group)] > 0:
                 index = np.full(len(self.removed), -1)
                 index[group.units] = np.arange(len(group.units))
                 if self.reconstruction is not None:
@@ -96,6 +100,17 @@ class Planner:
                 ]  # fmt: skip
                 scores = importance.scores(score, parts, self.name(group))
                 self.scores[id(group)] = scores
+
+    def _share_out(self) -> None:
+        """Have groups lose more or less than they are asked to, for the same work in all."""
+        assert self.reconstruction is not None
+        losing = [g for g in self.groups if g.frozen is None and self.asked[id(g)] > 0]
+        work = work_of(self.trace, self.relations, [g.units for g in losing])
+        curves = {i: self.reconstruction.curve(g.units) for i, g in enumerate(losing)}
+        known = {i: curve for i, curve in curves.items() if curve is not None}
+        uniform = {i: self.asked[id(g)] for i, g in enumerate(losing)}
+        for i, fraction in share_out(known, work, uniform).items():
+            self.asked[id(losing[i])] = fraction
 
     def _fraction(self, group: groups.Group) -> tuple[float, str | None]:
         owners = [self.owner(axis) for axis in group.producers]

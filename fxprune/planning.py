@@ -33,6 +33,7 @@ def plan(
     sparsity: float | Mapping[Any, float] = 0.5,
     ignore: Iterable[Any] | str | type | nn.Module = (),
     importance: Any = "l2",
+    scope: str = "local",
     round_to: int = 1,
     bias: str = "propagate",
     exact: bool = False,
@@ -53,7 +54,12 @@ def plan(
             stay whole, with all that is coupled to them.
         ignore: module names, globs, types or modules whose output channels all stay.
         importance: ``"l2"``, ``"l1"``, ``"random"``, ``"fpgm"`` or a callable
-            (:mod:`fxprune.importance`); the lowest scores go.
+            (:mod:`fxprune.importance`); the lowest scores go. With ``calibration``,
+            ``"reconstruction"`` keeps the units from which the layers behind can best predict the
+            others (:mod:`fxprune.reconstruction`).
+        scope: ``"local"``: every group loses the same fraction. ``"global"``: groups lose more or
+            less of their units, where ``importance="reconstruction"`` predicts the least error, for
+            as many multiply-accumulates as ``"local"`` would leave.
         round_to: kept widths are multiples of this where they shrink at all.
         bias: ``"propagate"`` moves what removed channels still emit into the layers that read
             them; ``"drop"`` has removed channels contribute nothing.
@@ -75,7 +81,7 @@ def plan(
         PruningError: a setting, the model or the input cannot be used; the message says why.
     """
     settings = make_settings(
-        sparsity, ignore, importance, round_to, bias, exact, attention, outputs
+        sparsity, ignore, importance, round_to, bias, exact, attention, outputs, scope
     )
     if calibration is None:
         if importance == "reconstruction":

@@ -18,6 +18,7 @@ from .constants import Constants
 from .discover import Relations
 from .fold import Folds, Mix, folds
 from .fusions import Fusion
+from .kept import members
 from .recording import Trace
 from .replay import Replay
 from .settings import Settings
@@ -98,6 +99,24 @@ class PruningPlan:
     def approximate(self) -> list[str]:
         """Names of pruned groups that some call counts; see :class:`ChannelGroup`."""
         return [g.name for g in self.groups if g.approximate and len(g.removed)]
+
+    @property
+    def predicted_error(self) -> dict[str, float]:
+        """Of a calibrated plan, for each group the expected squared error of what the layers make
+        that read it, over its variance: of the layer with the largest. Later layers read what
+        earlier ones have become, so the last ones' errors are those of the whole so far."""
+        found: dict[str, float] = {}
+        for mix in self._mixes.values():
+            read = set(members([mix.axis]))
+            for group in self.groups:
+                if read & set(group.members):
+                    found[group.name] = max(found.get(group.name, 0.0), mix.error)
+        return found
+
+    @property
+    def last_error(self) -> float:
+        """The expected squared error of the last calibrated layer, over its output's variance."""
+        return list(self._mixes.values())[-1].error if self._mixes else 0.0
 
     def mask(self, model: nn.Module) -> nn.Module:
         """A copy of ``model`` in which the removed channels are switched off by parametrizations.

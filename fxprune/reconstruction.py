@@ -43,6 +43,7 @@ class Reconstruction:
         self, trace: Trace, relations: Relations, batches: Iterable[Any], *, attention: str
     ) -> None:
         self.relations = relations
+        self._scores: dict[bytes, np.ndarray | None] = {}
         nothing = np.zeros(int(relations.classes.max(initial=0)) + 1, dtype=bool)
         walk = Everything(trace, relations, nothing, nothing, trace.model, attention=attention)
         with torch.no_grad():
@@ -88,8 +89,19 @@ class Reconstruction:
         classes = self.relations.of(reader.read.axis).reshape(-1)
         return classes if reader.order is None else classes[reader.order[:, 0].numpy()]
 
+    def curve(self, units: np.ndarray) -> np.ndarray | None:
+        """The error that is left with the best 0, 1, … n units."""
+        scores = self.scores(units)
+        return None if scores is None else np.append(-np.sort(-scores), 0.0)
+
     def scores(self, units: np.ndarray) -> np.ndarray | None:
         """One score for each unit class; None where no layer that reads them was seen."""
+        key = units.tobytes()
+        if key not in self._scores:
+            self._scores[key] = self._score(units)
+        return self._scores[key]
+
+    def _score(self, units: np.ndarray) -> np.ndarray | None:
         problems = []
         for classes, covariance, metric in self.problems:
             inside = np.isin(classes, units) | (classes == 0)

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from . import registry, sizes
 from .pattern_types import Pattern
-from .running import read_attribute
+from .running import read_attribute, tensors_of
 
 
 @dataclass
@@ -71,6 +71,18 @@ class Trace:
         if name in self.constants:
             return self.constants[name]
         return read_attribute(self.model, name)
+
+
+def uses_of(trace: Trace) -> dict[str, set[fx.Node]]:
+    """The calls that use each tensor of the model."""
+    found: dict[str, set[fx.Node]] = {}
+    for node in trace.graph.nodes:
+        if node.op == "get_attr":
+            found.setdefault(str(node.target), set()).update(node.users)
+        elif node.op == "call_module":
+            for tensor in tensors_of(trace.model.get_submodule(str(node.target))).values():
+                found.setdefault(trace.names.get(id(tensor), ""), set()).add(node)
+    return found
 
 
 class _Root(nn.Module):

@@ -41,6 +41,13 @@ def table(plan: Any) -> str:
         f"{pruned} groups pruned, {len(plan.kept)} tensors change; "
         f"{len(plan.skipped)} layers stay whole (plan.skipped says why)"
     )
+    errors = plan.predicted_error
+    if errors:
+        worst = max(errors, key=errors.__getitem__)
+        console.print(
+            f"calibrated: layers that read {worst} are off by {errors[worst] ** 0.5:.1%} of their "
+            f"output's spread, the others by less; the last one by {plan.last_error**0.5:.1%}"
+        )
     for name, value in plan.attributes.items():
         console.print(f"{name} becomes {value}")
     for path in plan.code:

@@ -25,9 +25,12 @@ class Settings:
     exact: bool
     attention: str
     outputs: tuple[str, ...] | None
+    scope: str = "local"
 
 
-def make_settings(sparsity, ignore, chosen, round_to, bias, exact, attention, outputs) -> Settings:
+def make_settings(
+    sparsity, ignore, chosen, round_to, bias, exact, attention, outputs, scope="local"
+) -> Settings:
     values = sparsity.values() if isinstance(sparsity, Mapping) else [sparsity]
     for value in values:
         if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= float(value) < 1:
@@ -43,6 +46,13 @@ def make_settings(sparsity, ignore, chosen, round_to, bias, exact, attention, ou
         raise SettingError(f"exact={exact!r} is neither True nor False")
     if attention not in ("heads", "head_dim"):
         raise SettingError(f"attention={attention!r} is unknown; use 'heads' or 'head_dim'")
+    if scope not in ("local", "global"):
+        raise SettingError(f"scope={scope!r} is unknown; use 'local' or 'global'")
+    if scope == "global" and chosen != "reconstruction":
+        raise SettingError(
+            "scope='global' shares out by predicted errors: pass importance='reconstruction' and "
+            "calibration="
+        )
     if isinstance(ignore, (str, type, nn.Module)):
         ignore = (ignore,)
     elif not isinstance(ignore, Iterable):
@@ -54,7 +64,7 @@ def make_settings(sparsity, ignore, chosen, round_to, bias, exact, attention, ou
         outputs = tuple(outputs) if isinstance(outputs, Iterable) else (outputs,)
         if not outputs or not all(isinstance(name, str) for name in outputs):
             raise SettingError(f"outputs={outputs!r} are no names of what the model returns")
-    return Settings(sparsity, names, chosen, round_to, bias, bool(exact), attention, outputs)
+    return Settings(sparsity, names, chosen, round_to, bias, bool(exact), attention, outputs, scope)
 
 
 def matches(key: Any, path: str, module: nn.Module) -> bool:

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import fxprune
+from fxprune.errors import SettingError
 from fxprune.proof import prove
+from fxprune.regression import Sums
 
 from .test_trace import Net
 
@@ -142,3 +145,181 @@ def test_what_is_folded_is_what_the_regression_says(name):
     plan = fxprune.plan(model, data[:2], sparsity=0.5, calibration=[data[:32]])
     small = plan.apply(model)
     assert torch.allclose(hooked(plan, model)(data[32:]), small(data[32:]), rtol=0, atol=1e-9)
+
+
+def test_the_regression_is_the_one_that_numpy_solves():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(500, 6, generator=generator, dtype=torch.float64)
+    x[:, 3:] = x[:, :3] @ torch.randn(3, 3, generator=generator, dtype=torch.float64) + 2
+    drifted = x * 1.1 + 0.05 * torch.randn(500, 6, generator=generator, dtype=torch.float64)
+    kept = torch.tensor([[True, False, True, True, False, False]])
+    sums = Sums(kept)
+    for some in range(0, 500, 100):
+        sums.add(x[some : some + 100], drifted[some : some + 100], 100)
+    fit = sums.fit(torch.eye(6, dtype=torch.float64)[None])
+    features = drifted[:, kept[0]] - drifted[:, kept[0]].mean(0)
+    missing = torch.where(kept, x - drifted, x)
+    spread = features.square().sum() / 3
+    pulled = torch.cat([features, (fit.ridge * spread).sqrt() * torch.eye(3, dtype=x.dtype)])
+    wanted = torch.cat([missing - missing.mean(0), torch.zeros(3, 6, dtype=x.dtype)])
+    extra = torch.linalg.lstsq(pulled, wanted).solution.T
+    select = torch.eye(6, dtype=x.dtype)[:, kept[0]]
+    assert torch.allclose(fit.matrix[0][:, kept[0]], select + extra, atol=1e-6)
+    assert not fit.matrix[0][:, ~kept[0]].any()
+    made = drifted @ fit.matrix[0].T + fit.offset[0]
+    assert torch.allclose(made.mean(0), x.mean(0), atol=1e-9)
+    left = (x - made).square().sum() / (x - x.mean(0)).square().sum()
+    assert fit.error == pytest.approx(float(left), rel=1e-6) and fit.samples == 500
+
+
+def test_with_fewer_samples_than_channels_the_ridge_leaves_what_is_not_known():
+    kept = torch.arange(40)[None] < 20
+    sums = Sums(kept)
+    x = torch.randn(12, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sums.add(x, x, 12)
+    fit = sums.fit(torch.eye(40, dtype=torch.float64)[None])
+    assert fit.ridge > 1e-3 and bool(fit.matrix.isfinite().all())
+
+
+@pytest.mark.parametrize("scope", ["local", "global"])
+@pytest.mark.parametrize("name", NETS)
+def test_units_that_the_layers_behind_can_make_out_go_first(name, scope):
+    build, data = NETS[name]
+    model, cal, unseen = build(), data[:32], data[32:]
+
+    def off(**settings):
+        plan = fxprune.plan(model, unseen[:2], sparsity=0.5, calibration=[cal], **settings)
+        small = plan.apply(model)
+        assert prove(plan, model, small, unseen[:2]) <= 1e-9
+        return float((small(unseen) - model(unseen)).square().mean())
+
+    error = off(importance="reconstruction", scope=scope)
+    assert scope == "global" or error < off(importance="random")  # what is shared out may not be
+
+
+def test_channels_that_say_the_same_are_never_both_kept():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    with torch.no_grad():
+        model[0].weight[4:] = model[0].weight[:4]
+        model[0].bias[4:] = model[0].bias[:4]
+    x = torch.randn(64, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    small = fxprune.prune(model, x[:2], calibration=[x], importance="reconstruction")
+    assert small[0].out_features == 4
+    assert torch.allclose(small(x), model(x), rtol=0, atol=1e-6)
+
+
+def test_a_global_budget_leaves_the_work_that_the_local_one_leaves():
+    model = conv_net()
+    settings = {"calibration": [IMAGES], "importance": "reconstruction"}
+
+    def work(model):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(IMAGES[:1])
+        return counter.get_total_flops()
+
+    local, shared = (
+        work(fxprune.prune(model, IMAGES[:2], scope=scope, **settings))
+        for scope in ("local", "global")
+    )
+    assert shared == pytest.approx(local, rel=0.25)
+    with pytest.raises(SettingError, match="scope='global' shares out"):
+        fxprune.plan(model, IMAGES[:2], scope="global")
+
+
+def test_a_calibrated_masked_model_trains_and_is_what_apply_makes_of_it():
+    model = conv_net()
+    plan = fxprune.plan(model, IMAGES[:2], calibration=[IMAGES])
+    masked = plan.mask(model)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.01)
+    masked(IMAGES[:4]).square().mean().backward()
+    optimizer.step()
+    small = plan.apply(masked)
+    assert torch.allclose(small(IMAGES), masked(IMAGES), rtol=0, atol=1e-9)
+    assert plan.predicted_error and "calibrated: layers that read" in str(plan)
+
+
+def test_calibration_leaves_the_model_as_it_was_and_gives_the_same_twice():
+    model = residual_net()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    model.train()
+    first, second = (
+        fxprune.prune(model, IMAGES[:2], calibration=[IMAGES[:16], IMAGES[16:]]) for _ in range(2)
+    )
+    assert model.training and all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(first.eval()(IMAGES), second.eval()(IMAGES))
+
+
+def test_labels_are_left_out_and_a_limit_and_one_pass_iterables_are_taken():
+    model = conv_net()
+    plain = fxprune.prune(model, IMAGES[:2], calibration=[IMAGES[:16]])
+    labelled = [(IMAGES[:16], torch.zeros(16)), (IMAGES[16:], torch.zeros(24))]
+    for given in (labelled, iter(labelled)):
+        small = fxprune.prune(model, IMAGES[:2], calibration=given, calibration_batches=1)
+        assert torch.equal(small(IMAGES), plain(IMAGES))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(IMAGES[:16]), 16)
+    small = fxprune.prune(model, IMAGES[:2], calibration=loader, importance="reconstruction")
+    assert small[0].out_channels == 4
+
+
+def test_mappings_and_several_arguments_are_batches_too():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x, y):
+            return self.c(torch.tanh(self.a(x) + self.b(y)))
+
+    model, (x, y) = Two().double(), (STEPS[:, 0], STEPS[:, 1])
+    by_name = fxprune.prune(
+        model, {"x": x[:2], "y": y[:2]}, calibration=[{"x": x, "y": y, "labels": x}]
+    )
+    for batch in ((x, y), [x, y], ((x, y), torch.zeros(40))):
+        by_place = fxprune.prune(model, (x[:2], y[:2]), calibration=[batch])
+        assert torch.equal(by_name(x, y), by_place(x, y))
+
+
+@pytest.mark.parametrize("settings, words", [
+    ({"calibration": IMAGES}, "no iterable of batches"),
+    ({"calibration": 3}, "no iterable of batches"),
+    ({"calibration": []}, "has no batches"),
+    ({"calibration": [IMAGES], "calibration_batches": 0}, "no positive integer"),
+    ({"calibration": [IMAGES], "calibration_mode": "fast"}, "use one of sequential, parallel"),
+    ({"importance": "reconstruction"}, "pass calibration="),
+])  # fmt: skip
+def test_what_cannot_be_calibrated_with_is_said(settings, words):
+    with pytest.raises(SettingError, match=words):
+        fxprune.plan(conv_net(), IMAGES[:2], **settings)
+
+
+def test_inputs_that_give_no_numbers_leave_constants_and_say_so():
+    model = conv_net()
+    bad = IMAGES[:8].clone()
+    bad[0, 0, 0, 0] = torch.nan
+    plan = fxprune.plan(model, IMAGES[:2], calibration=[bad])
+    plain = fxprune.plan(model, IMAGES[:2])
+    assert any("inf or NaN" in why for _, why in plan.notes) and not plan.predicted_error
+    assert torch.equal(plan.apply(model)(IMAGES), plain.apply(model)(IMAGES))
+
+
+def test_dead_channels_and_half_precision_are_fine():
+    model = conv_net()
+    with torch.no_grad():
+        model[0].weight[2:4] = 0
+    small = fxprune.prune(model, IMAGES[:2], calibration=[IMAGES])
+    assert bool(small(IMAGES).isfinite().all())
+    half = model.to(torch.bfloat16)
+    small = fxprune.prune(half, IMAGES[:2].bfloat16(), calibration=[IMAGES.bfloat16()])
+    assert bool(small(IMAGES.bfloat16()).isfinite().all())
+
+
+def test_a_weight_that_is_used_twice_is_not_calibrated_and_that_is_said():
+    def forward(s, x):
+        y = torch.tanh(s.a(x))
+        return s.c(torch.tanh(s.b(y))) + s.c(torch.sigmoid(s.b(y + 1)))
+
+    model = randomised(Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 3)))
+    x = STEPS[:, 0]
+    plan = fxprune.plan(model, x[:2], calibration=[x])
+    assert any("used in several places" in why for _, why in plan.notes)
+    assert prove(plan, model, plan.apply(model), x) <= 1e-9
