@@ -9,7 +9,9 @@ are left out. Nothing is trained after pruning, but for ``--tune``: then each pr
 one short fine-tuning, the same for all ways, and is scored again. Scores are per cent of right
 answers, the mean over seeds.
 
-All ways but the last are settings of ``fxprune.plan``. Torch-Pruning is asked through
+All ways but the last are settings of ``fxprune.plan``: "calibrated" and those after it get 256
+inputs without labels, and "global" leaves as many multiply-accumulates as the others, which may be
+more or fewer parameters than "kept" says. Torch-Pruning is asked through
 ``BasePruner`` with ``GroupMagnitudeImportance(p=2)``, the layers that make the output ignored and
 the heads of attention declared. Its ratio is the one at which as many parameters are left as
 fxprune leaves by default, for it does not count sparsity in the same channels.
@@ -68,6 +70,11 @@ VARIANTS: dict[str, Callable[[Real, int], dict[str, Any]]] = {
     "reconstruction": lambda real, seed: {
         "calibration": real.calibration,
         "importance": "reconstruction",
+    },
+    "global": lambda real, seed: {
+        "calibration": real.calibration,
+        "importance": "reconstruction",
+        "scope": "global",
     },
 }
 PEER = "Torch-Pruning"

@@ -163,7 +163,8 @@ def faces(side: int, seed: int) -> Real:
 
     generator = torch.Generator().manual_seed(seed)
     scored, labels = crops(unseen.repeat(4), generator)
-    calibration = [crops(known, generator)[0] for _ in range(5)]
+    calibration = [crops(known, generator)[0] for _ in range(3)]
+    calibration = list(torch.cat(calibration)[: 4 * BATCH].split(BATCH))
 
     def score(m: nn.Module) -> float:
         return float((run(m, scored)[0].argmax(1) == labels).double().mean())
@@ -276,7 +277,7 @@ def pitch(seed: int) -> Real:
         batches = ((known[i], wanted[i].float()) for i in shuffled(len(known), BATCH, seed))
         tune(m, batches, F.binary_cross_entropy, 64, 1e-3)
 
-    calibration = list(known[: 8 * BATCH].split(BATCH))
+    calibration = list(known[: 4 * BATCH].split(BATCH))
     return Real("pitch", "conv", model, scored[:2], calibration, score, learn, ("classifier",))
 
 
@@ -364,7 +365,7 @@ def labelled(
     part = order[: 100 * BATCH]
     lessons = Data((inputs[part], labels[part]), data.test)
     return Real(
-        name, kind, model, data.test[0][:2], list(inputs[order[: 8 * BATCH]].split(BATCH)),
+        name, kind, model, data.test[0][:2], list(inputs[order[: 4 * BATCH]].split(BATCH)),
         lambda m: data.accuracy(m) / 100,
         lambda m: fit(m, lessons, 1, rate / 2, 1000 + seed), (last,),
     )  # fmt: skip

@@ -8,6 +8,7 @@ for W (A X̃ + b) is what it computes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -120,24 +121,25 @@ class Sums:
         everything = self.parts[0] + self.parts[1]
         if everything.count < 2 or not self.finite:
             return None
-        metric = (weight @ weight.transpose(1, 2)).double().cpu()
-        ridge = self._best_ridge(metric, intercept)
+        reader = _narrow(weight.double().cpu())
+        ridge = self._best_ridge(reader, intercept)
         moments = self._moments(everything, intercept)
-        extra = _solve(moments, [ridge])[0]
-        error = float(_error(moments, extra, metric).sum())
-        spread = float((metric * moments.all).sum())
+        found = _Ridge(moments)
+        extra = found.at(ridge)
+        error = found.errors(moments, reader, [ridge])[0]
+        spread = float(((reader @ moments.all) * reader).sum())
         matrix = torch.diag_embed(self.kept.double().cpu())
         index = self.index.cpu()[:, None].expand(-1, self.width, -1)
         matrix = matrix.scatter_add(2, index, extra)
         offset = moments.mean_missing - (extra @ moments.mean_kept[..., None])[..., 0]
-        relative = error / spread if spread > 0 else 0.0
+        relative = max(error, 0.0) / spread if spread > 0 else 0.0
         return Fit(matrix, offset if intercept else offset * 0, relative, ridge, everything.count)
 
-    def _best_ridge(self, metric: Tensor, intercept: bool) -> float:
+    def _best_ridge(self, reader: Tensor, intercept: bool) -> float:
         if min(part.count for part in self.parts) < 2:
             return RIDGES[0]
         fitted, unseen = (self._moments(part, intercept) for part in self.parts)
-        errors = [float(_error(unseen, a, metric).sum()) for a in _solve(fitted, RIDGES)]
+        errors = _Ridge(fitted).errors(unseen, reader, RIDGES)
         return RIDGES[min(range(len(errors)), key=errors.__getitem__)]
 
     def _moments(self, of: Products, intercept: bool) -> Moments:
@@ -174,18 +176,40 @@ def _split(samples: int, inputs: int) -> tuple[Tensor, Tensor]:
     return torch.nonzero(~out)[:, 0], torch.nonzero(out)[:, 0]
 
 
-def _solve(moments: Moments, ridges: tuple[float, ...] | list[float]) -> list[Tensor]:
-    """For each ridge the matrix (rows, n, k) that predicts what is missing."""
-    values, vectors = torch.linalg.eigh(moments.kept)
-    values = values.clamp(min=0)
-    scale = values.mean(1, keepdim=True).clamp(min=1e-30)
-    turned = moments.cross @ vectors
-    return [(turned / (values + r * scale)[:, None]) @ vectors.transpose(1, 2) for r in ridges]
+def _narrow(weight: Tensor) -> Tensor:
+    """(rows, m, n) that reads as ``weight`` (rows, n, m) does, with m no more than n: of what a
+    layer makes, only how large it is matters here."""
+    if weight.shape[2] <= weight.shape[1]:
+        return weight.transpose(1, 2)
+    values, vectors = torch.linalg.eigh(weight @ weight.transpose(1, 2))
+    return values.clamp(min=0).sqrt()[..., None] * vectors.transpose(1, 2)
 
 
-def _error(moments: Moments, extra: Tensor, metric: Tensor) -> Tensor:
-    """E‖W (D − A F)‖², for each row."""
-    crossed = extra @ moments.cross.transpose(1, 2)
-    left = moments.missing - crossed - crossed.transpose(1, 2)
-    left = left + extra @ moments.kept @ extra.transpose(1, 2)
-    return (metric * left).sum((1, 2))
+class _Ridge:
+    """The regression of what is missing on what is kept, for any ridge: one factorisation."""
+
+    def __init__(self, moments: Moments) -> None:
+        self.values, self.vectors = torch.linalg.eigh(moments.kept)
+        self.values = self.values.clamp(min=0)
+        self.scale = self.values.mean(1, keepdim=True).clamp(min=1e-30)
+        self.turned = moments.cross @ self.vectors
+
+    def at(self, ridge: float) -> Tensor:
+        """The matrix (rows, n, k) that predicts what is missing."""
+        return (self.turned / self._denominator(ridge)) @ self.vectors.transpose(1, 2)
+
+    def errors(self, of: Moments, reader: Tensor, ridges: Sequence[float]) -> list[float]:
+        """E‖W (D − A F)‖² on samples with moments ``of``, for each ridge."""
+        q = self.vectors
+        read = reader @ self.turned  # W A is this over the denominator, turned back
+        cross = reader @ of.cross @ q
+        inner = q.transpose(1, 2) @ of.kept @ q
+        fixed = float(((reader @ of.missing) * reader).sum())
+        found = []
+        for ridge in ridges:
+            a = read / self._denominator(ridge)
+            found.append(fixed - 2 * float((a * cross).sum()) + float(((a @ inner) * a).sum()))
+        return found
+
+    def _denominator(self, ridge: float) -> Tensor:
+        return (self.values + ridge * self.scale)[:, None]
