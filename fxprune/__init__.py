@@ -8,6 +8,7 @@ import fxprune.patterns as patterns
 
 from . import masks
 from .api import prune
+from .batchnorm import recalibrate_batchnorm
 from .benchmarking import BenchmarkResult, benchmark
 from .compacting import compact
 from .errors import (
@@ -49,6 +50,7 @@ __all__ = [
     "patterns",
     "plan",
     "prune",
+    "recalibrate_batchnorm",
     "register",
     "trace",
     "unregister",

@@ -48,6 +48,6 @@ def test_all_exports_are_pinned_and_exist():
         "BenchmarkResult", "ChannelGroup", "InputError", "ModelError", "Pattern", "PatternError",
         "PlanError", "ProofError", "PruningError", "PruningPlan", "PruningWarning", "SettingError",
         "benchmark", "check_pattern", "compact", "masks", "pattern", "patterns", "plan", "prune",
-        "register", "trace", "unregister",
+        "recalibrate_batchnorm", "register", "trace", "unregister",
     ]  # fmt: skip
     assert all(hasattr(fxprune, name) for name in fxprune.__all__)

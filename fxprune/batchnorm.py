@@ -1,0 +1,63 @@
+"""Batch norms whose statistics are those of the pruned model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .batches import Batches
+from .running import bind_inputs
+
+
+def recalibrate_batchnorm(
+    model: nn.Module, batches: Iterable[Any], example_input: Any, *, limit: int | None = None
+) -> nn.Module:
+    """Estimate the running means and variances of ``model``'s batch norms anew, in place.
+
+    What a pruned model's layers make has another mean and spread than what the statistics were
+    taken of. Each batch counts the same; nothing is trained, and no label is used. (Nagel et al.,
+    arXiv 1906.04721, among others.)
+
+    Args:
+        batches: an iterable of inputs, or of ``(input, label)``, of several samples each.
+        example_input: as :func:`fxprune.plan` takes it; it tells inputs from labels.
+        limit: how many batches to take; by default all.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        SettingError: there are no batches. An exception leaves the statistics as they were.
+    """
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    training = {m: m.training for m in model.modules()}
+    momenta = {m: m.momentum for m in norms}
+    buffers = {m: {k: b.clone() for k, b in m.named_buffers(recurse=False)} for m in norms}
+    try:
+        model.eval()
+        for m in norms:
+            m.train()
+            m.momentum = None  # the mean of all batches
+            m.reset_running_stats()
+        with torch.no_grad():
+            for batch in Batches(batches, model, example_input, limit):
+                args, kwargs = bind_inputs(batch)
+                model(*args, **kwargs)
+    except BaseException:
+        for m, before in buffers.items():
+            for key, values in before.items():
+                getattr(m, key).copy_(values)
+        raise
+    finally:
+        for module, flag in training.items():
+            module.training = flag
+        for m, momentum in momenta.items():
+            m.momentum = momentum
+    for m, before in buffers.items():  # it counts training steps, not these
+        if m.num_batches_tracked is not None:
+            m.num_batches_tracked.copy_(before["num_batches_tracked"])
+    return model
