@@ -152,11 +152,12 @@ class _Problem:
         if not len(index):
             return
         block = self.left[index][:, index]
-        block = block + self.least * torch.eye(len(index), dtype=block.dtype)
+        # Channels that say nothing of their own, or the same, leave nothing to divide by.
+        inverse = torch.linalg.pinv(block, atol=self.least, hermitian=True)
         v, h = self.left[:, index], self.seen[:, index]
-        solved = torch.linalg.solve(block, v.T)  # D⁻¹ Vᵀ
+        solved = inverse @ v.T
         inner = self.seen[index][:, index]
-        self.error -= float(torch.linalg.solve(block, inner).diagonal().sum())
+        self.error -= float((inverse * inner).sum())
         crossed = h @ solved
         self.seen = self.seen - crossed - crossed.T + solved.T @ inner @ solved
         self.left = self.left - v @ solved

@@ -323,3 +323,16 @@ def test_a_weight_that_is_used_twice_is_not_calibrated_and_that_is_said():
     plan = fxprune.plan(model, x[:2], calibration=[x])
     assert any("used in several places" in why for _, why in plan.notes)
     assert prove(plan, model, plan.apply(model), x) <= 1e-9
+
+
+def test_one_input_and_channels_that_never_move_are_enough_to_choose_by():
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
+    model = model.double()
+    with torch.no_grad():
+        model[0].bias[:8] = -100.0
+    for count in (1, 2, 5):
+        small = fxprune.prune(
+            model, STEPS[:2, 0], calibration=[STEPS[:count, 0]], importance="reconstruction",
+            scope="global",
+        )  # fmt: skip
+        assert bool(small(STEPS[:, 0]).isfinite().all())
