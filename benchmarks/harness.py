@@ -84,14 +84,17 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 
 
 def terminal() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
 def grid(*headings: str, left: int = 1) -> Table:
     """An empty table; the first ``left`` columns are words, the others numbers."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for i, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if i < left else "right", no_wrap=True)
+        if i < left:
+            table.add_column(heading, no_wrap=True)
+        else:  # a number on two lines is better than half of one
+            table.add_column(heading, justify="right", overflow="fold")
     return table
 
 

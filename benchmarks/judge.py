@@ -9,9 +9,10 @@ with these slices zero. So both run in float64, and
 * the others are set to zero in the original: weights that make a channel, its bias, its scale and
   shift in a norm, the columns that read it. So this forgives a pruner that forgets what removed
   channels still say (``peers.py`` does not);
-* layer, group and RMS norms of the original count the numbers that are left only, since no zero can
-  make the wide norm equal the narrow one. Where some other call counts channels (a mean over them),
-  or a tensor holds numbers that the original does not, the result is "not checked".
+* layer, group and RMS norms of the original, PyTorch's or modules named so, count the numbers that
+  are left only, since no zero can make the wide norm equal the narrow one. Where some other call
+  counts channels (a mean over them), or a tensor holds numbers that the original does not, the
+  result is "not checked".
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from fxprune.proof import TOLERANCE, largest_error
 from fxprune.running import outputs
 
 NORMS = (F.layer_norm, F.group_norm, F.rms_norm)
+NORM_MODULES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 STATUSES = ("prunes", "not checked", "removes nothing", "not installed", "refuses", "hangs",
             "crashes", "wrong")  # fmt: skip
 
@@ -106,13 +108,13 @@ def _compare(verdict: Verdict, model: nn.Module, small: nn.Module, x: Any, only:
 
 
 def distinct(model: nn.Module) -> nn.Module:
-    """A copy in float64 in which no two numbers of a tensor are equal, but for zeros of a mask."""
+    """A copy in float64 in which no two numbers of a tensor are equal."""
     model = copy.deepcopy(model).double().eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for tensor in numbers(model).values():
             noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-            tensor.mul_(1 + 1e-6 * noise)
+            tensor.addcmul_(torch.where(tensor == 0, 1.0, tensor), noise, value=1e-6)
     return model
 
 
@@ -156,6 +158,10 @@ class CountKept(TorchFunctionMode):
             id(p): p.detach().nonzero().flatten() for name, p in mine.items()
             if p.dim() == 1 and name in theirs and theirs[name].shape != p.shape
         }  # fmt: skip
+        for module in model.modules():
+            kept = self.kept.get(id(getattr(module, "weight", None)))
+            if kept is not None and is_written_norm(module):
+                vars(module)["forward"] = narrowed(module, kept)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in NORMS:
@@ -177,15 +183,32 @@ class CountKept(TorchFunctionMode):
         return result
 
 
+def is_written_norm(module: nn.Module) -> bool:
+    """Whether a norm over the last dimension is written in Python, as many RMS norms are."""
+    name = type(module).__name__
+    return name.endswith(("RMSNorm", "LayerNorm")) and not isinstance(module, NORM_MODULES)
+
+
+def narrowed(module: nn.Module, kept: Tensor) -> Any:
+    """The forward of a norm that counts the kept channels; the others become 0."""
+    narrow = copy.deepcopy(module)
+    for name, p in module.named_parameters(recurse=False):
+        setattr(narrow, name, nn.Parameter(p[kept]))
+
+    def forward(x: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_copy(-1, kept, narrow(x.index_select(-1, kept)))
+
+    return forward
+
+
 def counts_otherwise(model: nn.Module, x: Any, only: Any) -> bool:
     """Whether fxprune knows a call in the model that counts channels and is none of the norms."""
     try:
         plan = fxprune.plan(model, x, outputs=only)
     except fxprune.PruningError:
         return False
-    norms = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
     return any(
-        not isinstance(model.get_submodule(str(node.target)), norms)
+        not isinstance(model.get_submodule(str(node.target)), NORM_MODULES)
         if node.op == "call_module" else node.target not in NORMS
         for node in {note.node for note in plan._relations.approximate}
     )  # fmt: skip

@@ -5,7 +5,7 @@
 * fxprune: ``fxprune.prune(model, x, sparsity=0.5, verify=False)``;
 * torch-pruning: ``BasePruner(model, x, GroupMagnitudeImportance(p=2), pruning_ratio=0.5,
   ignored_layers=...)`` and ``step()``. As in its own examples, the layers that are as wide as the
-  output are ignored;
+  output are ignored, and ``output_transform`` picks the tensors of what a model returns;
 * torch-kirigami: ``Pruner.prune`` with ``ChannelRatio(0.5)`` and, as in its README,
   ``Greedy(GroupMagnitude(p=2))``.
 
@@ -25,7 +25,8 @@ from typing import Any
 from torch import nn
 
 import fxprune
-from fxprune.running import bind_inputs, outputs
+from fxprune import tree
+from fxprune.running import bind_inputs, outputs, wanted
 
 
 class NotInstalled(Exception):
@@ -51,6 +52,7 @@ def by_torch_pruning(
         model, x, importance=tp.importance.GroupMagnitudeImportance(p=2), pruning_ratio=sparsity,
         ignored_layers=output_layers(model, x, only) if last is None else last,
         round_to=None if round_to == 1 else round_to,
+        output_transform=lambda result: list(tree.tensors(wanted(model, result, only))),
         # By default all pruners of a process share these, which keeps their models alive.
         in_channel_groups={}, out_channel_groups={}, num_heads={}, channel_groups={},
     )  # fmt: skip

@@ -16,7 +16,7 @@ MB is the most that the process held during one more run above what it held befo
 mark of its resident memory, which Linux can reset, so tensors and Python's objects both count.
 
 A peer that raises is shown as such and one that is slower than ``--limit`` hangs. What takes longer
-than a twentieth of the limit is run once.
+than a twentieth of the limit is run once, and its memory is not measured.
 
 The second table is growth: networks of one family, one block stacked, one network widened, and the
 exponent of the power law that fits best (1 is linear). ``size`` is the number of convolutions and
@@ -108,17 +108,18 @@ def measure(name: str, model: nn.Module, x: Any, given: Any) -> Row:
     """Every pruner on one model, in turn; ours also step by step."""
     row = Row(name, count(model))
     row.pruners = {n: first_run(n, model, x, given.limit) for n in ("fxprune", *given.peer)}
-    able = [n for n, taken in row.pruners.items() if not taken.failure]
-    calls = {n: run_of(n, model, x) for n in able}
-    for n, call in calls.items():
+    quick = {
+        n: run_of(n, model, x) for n, taken in row.pruners.items()
+        if not taken.failure and taken.seconds < given.limit / 20
+    }  # fmt: skip
+    for n, call in quick.items():
         row.pruners[n].memory = memory_of(call)
-    quick = {n: c for n, c in calls.items() if row.pruners[n].seconds < given.limit / 20}
     for n, found in in_turn(quick, given.repeat).items():
         taken = row.pruners[n]
         taken.seconds, taken.runs = statistics.median(found), len(found)
         low, _, high = statistics.quantiles(found, n=4) if len(found) > 1 else found * 3
         taken.spread = (high - low) / taken.seconds
-    if given.steps and "fxprune" in able:
+    if given.steps and not row.pruners["fxprune"].failure:
         row.steps = steps(model, x, given.repeat)
     return row
 
