@@ -20,7 +20,7 @@ from .recording import Trace, uses_of
 from .spec import Spec
 
 _STEPS = 64  # in which a group may lose its units
-_LEAST = 0.1  # of its units that every group keeps
+_LEAST, _FEWEST = 0.1, 4  # share and number of its units that every group keeps
 
 
 @dataclass
@@ -118,7 +118,7 @@ def share_out(
         for g, n in width.items():
             step = max(1, n // _STEPS)
             after = kept[g] - step
-            if after < max(1, _LEAST * n) or slope[g] <= 0:
+            if after < max(_FEWEST, _LEAST * n) or slope[g] <= 0:
                 continue
             rate = (curves[g][after] - curves[g][kept[g]]) / (slope[g] * step / n)
             if rate < price:

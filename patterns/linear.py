@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from fxprune.call import Named
 from fxprune.channels import remap
 from fxprune.registry import register
 
@@ -48,10 +49,19 @@ def linear_function(a, call):
     return dense(a, call, call.channels(), call.arg(1, "weight"), call.arg(2, "bias"))
 
 
-@register("addmm")
+@register("addmm", kind="linear", bias=(0, "input"))
 def addmm(a, call):
     """b + x W: aten's form of a linear layer."""
-    x, w = a.channels(call.arg(1, "mat1")), a.channels(call.arg(2, "mat2"))
+    x, w = a.channels(call.arg(1, "mat1")), turned(a, call, call.arg(2, "mat2"))
     y = a.contract(call, x, w, [(1, 0)], [], {0: 0}, {1: 1}, (x.shape[0], w.shape[1]))
-    b = a.channels(call.arg(0, "input"))
-    return a.meet(call, [b, y], lambda t: t[0] + t[1], y.shape)
+    b = call.arg(0, "input")
+    if isinstance(b, Named) and b.spec.shape == w.shape[1:]:
+        return add_bias(a, call, y, b, 1)
+    return a.meet(call, [a.channels(b), y], lambda t: t[0] + t[1], y.shape)
+
+
+def turned(a, call, w):
+    """A matrix that x is multiplied with from the left: as a parameter, its rows read."""
+    if isinstance(w, Named) and len(w.spec.shape) == 2:
+        return call.tensor(w, {"in": (0,), "out": (1,)})
+    return a.channels(w)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fxprune.patterns.linear import turned
+
 from fxprune.channels import remap
 from fxprune.layout import broadcast_shape
 from fxprune.registry import register
@@ -10,9 +12,10 @@ from fxprune.registry import register
 @register("matmul", "bmm", "mm", "mv", "dot", "rmatmul")
 def matmul(a, call):
     """(…, n, k) @ (…, k, m): k shares its units and ends."""
-    x, y = a.channels(call.inputs[0]), a.channels(call.inputs[1])
+    first, second = call.inputs
     if call.word == "rmatmul":
-        x, y = y, x
+        first, second = second, first
+    x, y = a.channels(first), turned(a, call, second)
     z = product(a, call, x, y)
     if len(x.shape) == len(y.shape) and x.sums_to_one == len(x.shape) - 1:
         z = a.averaged(z, y, len(y.shape) - 2)  # as attention does

@@ -267,3 +267,27 @@ def test_what_is_no_model_is_said():
                  lambda: PlanScheduler("x", torch.ones(1), one_shot(0.5))):  # fmt: skip
         with pytest.raises(fxprune.ModelError, match=r"not a torch\.nn\.Module"):
             call()
+
+
+class Turned(nn.Module):
+    """Linear layers as GPT-2 has them: b + x W."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.b1 = nn.Parameter(torch.randn(6, 12)), nn.Parameter(torch.randn(12))
+        self.w2, self.b2 = nn.Parameter(torch.randn(12, 3)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        return torch.addmm(self.b2, torch.sigmoid(torch.addmm(self.b1, x, self.w1)), self.w2)
+
+
+def test_layers_whose_weights_are_turned_are_compacted_and_keep_what_was_said():
+    model = Turned().double()
+    with torch.no_grad():
+        model.w1[:, :4] = 0
+    small = fxprune.compact(model, rows(2, 6))
+    assert small.w1.shape == (6, 8) and small.w2.shape == (8, 3)
+    assert torch.allclose(small(rows(5, 6)), model(rows(5, 6)), rtol=0, atol=1e-9)
+    plan = fxprune.plan(model, rows(2, 6), calibration=[rows(64, 6)])
+    assert plan.predicted_error and not plan.notes
+    assert prove(plan, model, plan.apply(model), rows(2, 6)) <= 1e-9
