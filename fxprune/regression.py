@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Ridges that are tried, over the mean variance of the kept channels.
+# Ridges that are tried, over the mean variance of the kept channels. A small one lets channels that
+# hardly move count for much, and with them what rounding makes of them: not in short numbers.
 RIDGES = (1e-7, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
+_LEAST = {torch.float64: 1e-7, torch.float32: 1e-5}
 _CHUNK = 8192  # samples of which products are summed at once
 _LEFT_OUT = 4  # every so manieth sample is for choosing the ridge
 
@@ -121,8 +123,10 @@ class Sums:
         everything = self.parts[0] + self.parts[1]
         if everything.count < 2 or not self.finite:
             return None
+        least = _LEAST.get(weight.dtype, 1e-3)
+        ridges = [ridge for ridge in RIDGES if ridge >= least]
         reader = _narrow(weight.double().cpu())
-        ridge = self._best_ridge(reader, intercept)
+        ridge = self._best_ridge(reader, intercept, ridges)
         moments = self._moments(everything, intercept)
         found = _Ridge(moments)
         extra = found.at(ridge)
@@ -135,12 +139,12 @@ class Sums:
         relative = max(error, 0.0) / spread if spread > 0 else 0.0
         return Fit(matrix, offset if intercept else offset * 0, relative, ridge, everything.count)
 
-    def _best_ridge(self, reader: Tensor, intercept: bool) -> float:
+    def _best_ridge(self, reader: Tensor, intercept: bool, ridges: list[float]) -> float:
         if min(part.count for part in self.parts) < 2:
-            return RIDGES[0]
+            return ridges[0]
         fitted, unseen = (self._moments(part, intercept) for part in self.parts)
-        errors = _Ridge(fitted).errors(unseen, reader, RIDGES)
-        return RIDGES[min(range(len(errors)), key=errors.__getitem__)]
+        errors = _Ridge(fitted).errors(unseen, reader, ridges)
+        return ridges[min(range(len(errors)), key=errors.__getitem__)]
 
     def _moments(self, of: Products, intercept: bool) -> Moments:
         """Of the kept channels F, of all channels X, and of what is missing D = X − S F."""
