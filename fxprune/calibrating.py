@@ -10,80 +10,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from . import masking, tree
-from .channels import Channels
-from .constants import Constants, Read
+from . import masking
+from .constants import Constants
 from .errors import SettingError
 from .fold import Mix, Shift, delta_of, mixed, placed, sink_of
 from .mask import bake
 from .pruning_plan import PruningPlan
-from .recording import Trace, uses_of
+from .readers import Everything, Reader, Run, find_readers, live_weight
 from .reference import Counting, tensor_nodes
 from .regression import Sums
 from .rewrite import apply
-from .running import bind_inputs, evaluating
+from .running import evaluating
 
 MODES = ("sequential", "parallel")
-MOST = 4096  # channels that are predicted each for itself: their covariance has so many squared
-
-
-@dataclass
-class Reader:
-    """A weight that reads channels, and where they are.
-
-    Attributes:
-        read: what the second walk knows of it.
-        source: the node whose tensor it reads; None where that is inside its layer.
-        dims: the dimensions of that tensor along which the channels lie, in the weight's order.
-        order: (channels, positions) of the weight's slices, where each channel lies at several
-            positions (behind a flatten): all are predicted alike.
-    """
-
-    read: Read
-    source: fx.Node | None
-    dims: tuple[int, ...] = ()
-    order: Tensor | None = None
-
-    @property
-    def name(self) -> str:
-        return self.read.axis.name
-
-    def looks_back(self, plan: PruningPlan) -> bool:
-        """Whether the weight reads what its own layer has made, a step before."""
-        read = self.read
-        if self.source is not None or read.out is None:
-            return False
-        classes = plan._relations.of(read.out), plan._relations.of(read.axis)
-        return bool(np.isin(classes[0], classes[1][classes[1] > 0]).any())
-
-    def samples(self, run: Run) -> Tensor | None:
-        """What the weight is about to read in a run: (samples, channels)."""
-        call, size = self.read.call, self.read.axis.size
-        if self.source is None:
-            args, kwargs = run.fetch_args_kwargs_from_env(call.node)
-            module, local = run.fetch_attr(call.path), self.name.removeprefix(f"{call.path}.")
-            found = call.pattern.reads(module, local, args, kwargs)  # type: ignore
-            return None if found is None else found.reshape(-1, size)
-        value = run.env[self.source]
-        rank = value.dim()
-        moved = value.movedim(self.dims, tuple(range(rank - len(self.dims), rank)))
-        flat = moved.reshape(-1, size)
-        if self.order is None:
-            return flat
-        return flat[:, self.order.to(flat.device)].movedim(1, 2).reshape(-1, len(self.order))
-
-
-class Everything(Constants):
-    """The second walk, with the layers that read no dead channel too: earlier ones have moved."""
-
-    every = True
 
 
 def calibrate(
@@ -109,85 +53,6 @@ def calibrate(
 def check_mode(mode: str) -> None:
     if mode not in MODES:
         raise SettingError(f"calibration_mode={mode!r} is unknown; use one of {', '.join(MODES)}")
-
-
-def find_readers(trace: Trace, constants: Constants) -> tuple[list[Reader], list[tuple[str, str]]]:
-    """The weights whose channels can be predicted, and why others cannot."""
-    uses = uses_of(trace)
-    reads: dict[str, list[Read]] = {}
-    for read in constants.reads:
-        reads.setdefault(read.axis.name, []).append(read)
-    readers, notes = [], []
-    for name, several in reads.items():
-        read = several[0]
-        reader = _reader(constants, read)
-        if len(uses.get(name, ())) != 1 or any(
-            other.call.node is not read.call.node or not torch.equal(other.arrive, read.arrive)
-            for other in several
-        ):
-            why = "its weight is used in several places"
-        elif name not in trace.names.values():
-            why = "its weight is computed"
-        elif reader is None:
-            why = "what it reads is inside it"
-        else:
-            readers.append(reader)
-            continue
-        if bool(read.dead.any()):
-            notes.append((read.call.name, f"not calibrated, for {why}: constants are folded"))
-    return readers, notes
-
-
-def _reader(constants: Constants, read: Read) -> Reader | None:
-    """Where the channels are that a weight reads: the argument whose slices arrive there, in the
-    order in which the weight has them."""
-    arrive = read.arrive.reshape(-1)
-    found = []
-    for node in read.call.node.all_input_nodes:
-        value = constants.values[node]
-        for axis in value.axes if isinstance(value, Channels) else ():
-            if axis.source is None and torch.equal(axis.units.reshape(-1), arrive):
-                found.append(Reader(read, node, axis.dims, _positions(read)))
-    if not found and read.call.pattern is not None and read.call.pattern.reads is not None:
-        return Reader(read, None)
-    return found[0] if len(found) == 1 else None
-
-
-def _positions(read: Read) -> Tensor | None:
-    """For each channel the slices of a weight that read it, where these are several and too many
-    to be predicted one by one."""
-    if read.axis.size <= MOST:
-        return None
-    labels, counts = torch.unique(read.arrive, return_counts=True)
-    if len(read.axis.dims) > 1 or len(labels) == read.arrive.numel() or (counts != counts[0]).any():
-        return None
-    return torch.argsort(read.arrive, stable=True).reshape(len(labels), -1)
-
-
-def live_weight(constants: Constants, read: Read) -> Tensor:
-    """The weight that reads, without the outputs that go."""
-    weight = constants.read(read.axis.name)
-    if read.out is None:
-        return weight
-    gone = constants.is_removed(read.out).to(weight.device)
-    return (weight.reshape(read.out.view) * ~read.out.laid(gone)).reshape(weight.shape)
-
-
-class Run(fx.Interpreter):
-    """The recorded run on one batch, node by node."""
-
-    def __init__(self, module: fx.GraphModule, batch: Any) -> None:
-        super().__init__(module)
-        args, kwargs = bind_inputs(batch)
-        self.args_iter = iter([*args, *kwargs.values()])
-        first = next(tree.tensors((args, kwargs)), None)
-        self.inputs = 1 if first is None or not first.dim() else first.shape[0]
-
-    def step(self, node: fx.Node, result: Any = None) -> Any:
-        self.env[node] = self.run_node(node) if result is None else result
-        for done in self.user_to_last_uses.get(node, []):
-            del self.env[done]
-        return self.env.get(node)
 
 
 class Calibration:
@@ -234,16 +99,8 @@ class Calibration:
             offset = offset.reshape(read.axis.shape)
             delta = sign * delta_of(self.constants, read, offset)
             shift = Shift(path, attribute, delta, True, name)
-        return Mix(
-            read.axis,
-            reader.order,
-            fit.matrix,
-            fit.offset,
-            shift,
-            fit.error,
-            fit.samples,
-            fit.ridge,
-        )
+        found = (fit.matrix, fit.offset, shift, fit.error, fit.samples, fit.ridge)
+        return Mix(read.axis, reader.order, *found)
 
     def _bar(self) -> Any:
         from rich.console import Console
@@ -257,7 +114,9 @@ class Parallel(Calibration):
     """One pass of the model as it is: every layer is calibrated as if it were the only one."""
 
     def run(self, batches: Iterator[Any]) -> None:
-        sums = {r.name: Sums(self.kept(r)) for rs in self.readers.values() for r in rs}
+        # The others read what they always did.
+        readers = [r for rs in self.readers.values() for r in rs if bool(r.read.dead.any())]
+        sums = {r.name: Sums(self.kept(r)) for r in readers}
         module = self.plan._trace.on(self.model).graph_module()
         with self._bar() as bar:
             task = bar.add_task("calibrating", total=None)
@@ -265,16 +124,15 @@ class Parallel(Calibration):
                 run = Run(module, batch)
                 for node in self.graph.nodes:
                     for reader in self.readers.get(node, ()):
-                        x = reader.samples(run)
+                        x = reader.samples(run) if reader.name in sums else None
                         if x is not None:
                             sums[reader.name].add(x, x, run.inputs)
                     run.step(node)
                 bar.advance(task)
-        for readers in self.readers.values():
-            for reader in readers:
-                found = self.fit(reader, sums[reader.name])
-                if found is not None:
-                    self.mixes[reader.name] = found
+        for reader in readers:
+            found = self.fit(reader, sums[reader.name])
+            if found is not None:
+                self.mixes[reader.name] = found
 
 
 class Sequential(Calibration):
@@ -308,14 +166,16 @@ class Sequential(Calibration):
 
     def _fold(self, reader: Reader, runs: list[tuple[Run, Run]]) -> None:
         sums = Sums(self.kept(reader))
-        looks_back = reader.looks_back(self.plan)
+        moved = bool(reader.read.dead.any())
+        looks_back = reader.looks_back(self.plan._relations)
         for old, new in runs:
             x = reader.samples(old)
             # What follows from the weight itself is not known before it: the model's own is taken.
             y = x if looks_back else reader.samples(new)
             if x is not None and y is not None:
                 sums.add(x, y, old.inputs)
-        mix = self.fit(reader, sums)
+                moved = moved or not torch.equal(x, y)
+        mix = self.fit(reader, sums) if moved else None
         if mix is None:
             return
         self.mixes[reader.name] = mix

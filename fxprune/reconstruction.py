@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .calibrating import Everything, Reader, Run, find_readers, live_weight
 from .discover import Relations
 from .fold import placed
+from .readers import Everything, Reader, Run, find_readers, live_weight
 from .recording import Trace
 from .regression import Products
 from .running import evaluating
