@@ -27,7 +27,7 @@ from .recording import Trace
 from .regression import Products
 from .running import evaluating
 
-ROUNDS = 256  # in which the units of a group are taken, several at a time where it has more
+ROUNDS = 64  # in which the units of a group are taken, several at a time where it has more
 _TINY = 1e-9  # of the mean variance: what two channels say alike is not told apart further
 
 
@@ -102,14 +102,17 @@ class Reconstruction:
         return self._scores[key]
 
     def _score(self, units: np.ndarray) -> np.ndarray | None:
-        problems = []
+        alike: dict[bytes, list[tuple[Tensor, Tensor]]] = {}  # layers that read the same in order
         for classes, covariance, metric in self.problems:
             inside = np.isin(classes, units) | (classes == 0)
-            if not np.isin(classes, units).any():
-                continue
-            at = torch.from_numpy(np.flatnonzero(inside))
-            problem = _Problem(covariance[at][:, at], metric[at][:, at])
-            own = classes[inside]
+            if np.isin(classes, units).any():
+                at = torch.from_numpy(np.flatnonzero(inside))
+                part = covariance[at][:, at], metric[at][:, at]
+                alike.setdefault(classes[inside].tobytes(), []).append(part)
+        problems = []
+        for key, parts in alike.items():
+            own = np.frombuffer(key, dtype=self.relations.classes.dtype)
+            problem = _Problem(*(torch.stack(side) for side in zip(*parts, strict=True)))
             problem.take(torch.from_numpy(np.flatnonzero(own == 0)))  # these stay in any case
             index = [torch.from_numpy(np.flatnonzero(own == u)) for u in units]
             problems.append((problem, index))
@@ -134,33 +137,36 @@ def _order(problems: list[tuple[_Problem, list[Tensor]]], count: int) -> np.ndar
 
 
 class _Problem:
-    """What is left of the channels of one layer, given those taken so far."""
+    """What is left of the channels of some layers (layers, n, n), given those taken so far."""
 
     def __init__(self, covariance: Tensor, metric: Tensor) -> None:
         self.left = covariance.clone()  # Σ, less what is predicted
         self.seen = covariance @ metric @ covariance  # Σ M Σ
         self.error = float((metric * covariance).sum())
-        self.least = _TINY * max(float(covariance.diagonal().mean()), 1e-30)
+        mean = covariance.diagonal(dim1=1, dim2=2).mean(1)
+        self.least = _TINY * mean.clamp(min=1e-30)
 
     def gains(self, index: list[Tensor]) -> np.ndarray:
         """By how much taking each unit lowers the error, its channels one by one."""
-        own = self.left.diagonal()
-        each = torch.where(own > self.least, self.seen.diagonal() / own.clamp(min=self.least), 0.0)
-        return np.array([float(each[i].sum()) for i in index])
+        own, seen = (t.diagonal(dim1=1, dim2=2) for t in (self.left, self.seen))
+        least = self.least[:, None]
+        each = torch.where(own > least, seen / own.clamp(min=least), 0.0).sum(0).numpy()
+        return np.array([each[i.numpy()].sum() for i in index])
 
     def take(self, index: Tensor) -> None:
         if not len(index):
             return
-        block = self.left[index][:, index]
+        v, h = self.left[:, :, index], self.seen[:, :, index]
         # Channels that say nothing of their own, or the same, leave nothing to divide by.
-        inverse = torch.linalg.pinv(block, atol=self.least, hermitian=True)
-        v, h = self.left[:, index], self.seen[:, index]
-        solved = inverse @ v.T
-        inner = self.seen[index][:, index]
+        inverse = torch.linalg.pinv(v[:, index], atol=self.least, hermitian=True)
+        solved = inverse @ v.transpose(1, 2)
+        inner = h[:, index]
         self.error -= float((inverse * inner).sum())
-        crossed = h @ solved
-        self.seen = self.seen - crossed - crossed.T + solved.T @ inner @ solved
-        self.left = self.left - v @ solved
+        # Σ − V D⁻¹ Vᵀ for Σ, and the same on both sides of Σ M Σ.
+        half = h - solved.transpose(1, 2) @ inner / 2
+        self.seen.baddbmm_(half, solved, alpha=-1)
+        self.seen.baddbmm_(solved.transpose(1, 2), half.transpose(1, 2), alpha=-1)
+        self.left.baddbmm_(v, solved, alpha=-1)
 
 
 def _count(rows: tuple[int, ...]) -> int:
