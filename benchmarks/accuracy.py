@@ -243,7 +243,7 @@ def table(rows: list[Result], field: str) -> Table:
     both = [r for r in rows if r.model not in failed]
     if len(values(rows, "model")) > 1:
         section("mean", rows)
-    if failed and both:
+    if failed and len(values(both, "model")) > 1:
         section(f"mean of {len(values(both, 'model'))}", both)
     return result
 
