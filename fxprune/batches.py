@@ -33,7 +33,7 @@ class Batches:
         if limit is not None and (type(limit) is not int or limit < 1):
             raise SettingError(f"calibration_batches={limit!r} is no positive integer")
         # What can be gone through once only is kept; a data loader is asked again.
-        self._given = list(itertools.islice(given, limit)) if iter(given) is given else given
+        self._given = list(itertools.islice(given, limit)) if isinstance(given, Iterator) else given
         self._limit, self._example = limit, example_input
         self._device = next((t.device for t in tensors_of(model).values()), torch.device("cpu"))
 
@@ -60,12 +60,16 @@ def as_input(batch: Any, example_input: Any) -> Any:
             raise InputError(f"calibration: a batch has no {missing[0]!r}, which example_input has")
         return {key: batch[key] for key in example_input.keys()}  # noqa: SIM118
     if isinstance(example_input, tuple):
-        if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], (tuple, list)):
-            batch = batch[0]
+        nested = [isinstance(b[0], (tuple, list)) if isinstance(b, (tuple, list)) and b else False
+                  for b in (batch, example_input)]  # fmt: skip
+        if nested == [True, False]:
+            batch = batch[0]  # (input, label)
         if not isinstance(batch, (tuple, list)) or len(batch) < len(example_input):
             raise InputError(
                 f"calibration: example_input is a tuple of {len(example_input)} arguments, and a "
                 f"batch is not: {type(batch).__name__}"
             )
         return tuple(batch[: len(example_input)])
+    if hasattr(batch, "keys"):
+        raise InputError("calibration: a batch is a mapping, but example_input is a tensor")
     return batch[0] if isinstance(batch, (tuple, list)) and batch else batch

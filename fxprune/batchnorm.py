@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .batches import Batches
+from .errors import SettingError
 from .running import bind_inputs
 
 
@@ -31,12 +32,15 @@ def recalibrate_batchnorm(
         ``model``.
 
     Raises:
-        SettingError: there are no batches. An exception leaves the statistics as they were.
+        SettingError: there are no batches, or they give no numbers. An exception leaves the
+            statistics as they were.
     """
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    norms: list[Any] = [
+        m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats
+    ]
     training = {m: m.training for m in model.modules()}
     momenta = {m: m.momentum for m in norms}
-    buffers = {m: {k: b.clone() for k, b in m.named_buffers(recurse=False)} for m in norms}
+    buffers = {b: b.clone() for b in model.buffers()}
     try:
         model.eval()
         for m in norms:
@@ -47,17 +51,21 @@ def recalibrate_batchnorm(
             for batch in Batches(batches, model, example_input, limit):
                 args, kwargs = bind_inputs(batch)
                 model(*args, **kwargs)
-    except BaseException:
-        for m, before in buffers.items():
-            for key, values in before.items():
-                getattr(m, key).copy_(values)
-        raise
+        found = {m: (m.running_mean.clone(), m.running_var.clone()) for m in norms if _ran(m)}
+        if not all(bool(t.isfinite().all()) for pair in found.values() for t in pair):
+            raise SettingError("the batches give a batch norm inf or NaN: its statistics stay")
     finally:
         for module, flag in training.items():
             module.training = flag
         for m, momentum in momenta.items():
             m.momentum = momentum
-    for m, before in buffers.items():  # it counts training steps, not these
-        if m.num_batches_tracked is not None:
-            m.num_batches_tracked.copy_(before["num_batches_tracked"])
+        for buffer, values in buffers.items():
+            buffer.data.copy_(values)
+    for m, (mean, variance) in found.items():
+        m.running_mean.copy_(mean)
+        m.running_var.copy_(variance)
     return model
+
+
+def _ran(norm: Any) -> bool:
+    return norm.num_batches_tracked is None or int(norm.num_batches_tracked) > 0

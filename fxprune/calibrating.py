@@ -9,6 +9,7 @@ before the run goes on: so later layers see what the earlier ones have become.
 from __future__ import annotations
 
 import sys
+import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,15 +18,15 @@ from torch import Tensor, fx, nn
 
 from . import masking
 from .constants import Constants
-from .errors import SettingError
-from .fold import Mix, Shift, delta_of, mixed, placed, sink_of
+from .errors import InputError, PruningError, SettingError
+from .fold import Mix, mixed, placed, sink_of
 from .mask import bake
 from .pruning_plan import PruningPlan
 from .readers import Everything, Reader, Run, find_readers, live_weight
 from .reference import Counting, tensor_nodes
 from .regression import Sums
 from .rewrite import apply
-from .running import evaluating
+from .running import evaluating, read_attribute
 
 MODES = ("sequential", "parallel")
 
@@ -43,8 +44,16 @@ def calibrate(
     readers, notes = find_readers(plan._trace, constants)
     with evaluating(model), torch.no_grad():
         work = (Sequential if mode == "sequential" else Parallel)(plan, model, constants, readers)
-        work.run(iter(batches))
-    plan._mixes = work.mixes
+        try:
+            work.run(iter(batches))
+        except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
+            if isinstance(error, PruningError):
+                raise
+            raise InputError(
+                f"calibration: a batch does not run as example_input does: {type(error).__name__}: "
+                f"{error}"
+            ) from error
+    plan._mixes, plan._calibration = work.mixes, uuid.uuid4().hex
     before, plan._folds = plan._folds, plan.folds(model)
     others = [note for note in plan.notes if note not in before.notes]
     plan.notes = list(dict.fromkeys([*plan._folds.notes, *others, *notes, *work.notes]))
@@ -81,6 +90,8 @@ class Calibration:
         read = reader.read
         weight = live_weight(self.constants, read)
         target = sink_of(self.constants, read, self.model)
+        if target is not None and not target[2] and hasattr(self.model, "config"):
+            target = None  # a bias that is made anew is none that the configuration knows of
         carried = bool(read.border) and self.plan.settings.exact
         intercept = target is not None and not carried and read.border != "pattern"
         flat = placed(read.axis.flat(weight), reader.order)
@@ -89,18 +100,10 @@ class Calibration:
             why = "there are no samples of what it reads" if sums.finite else "it reads inf or NaN"
             self.notes.append((read.call.name, f"not calibrated, for {why}: constants are folded"))
             return None
-        shift = None
-        if intercept and target is not None:
-            path, attribute, name, sign = target
-            offset = fit.offset
-            if reader.order is not None:
-                offset = torch.zeros(read.axis.size, dtype=offset.dtype)
-                offset[reader.order] = fit.offset[0][:, None]
-            offset = offset.reshape(read.axis.shape)
-            delta = sign * delta_of(self.constants, read, offset)
-            shift = Shift(path, attribute, delta, True, name)
-        found = (fit.matrix, fit.offset, shift, fit.error, fit.samples, fit.ridge)
-        return Mix(read.axis, reader.order, *found)
+        return Mix(
+            read, reader.order, fit.matrix, fit.offset, target if intercept else None, fit.error,
+            fit.samples, fit.ridge,
+        )  # fmt: skip
 
     def _bar(self) -> Any:
         from rich.console import Console
@@ -141,7 +144,7 @@ class Sequential(Calibration):
     def run(self, batches: Iterator[Any]) -> None:
         plan, model = self.plan, self.model
         masked = masking.masked(plan, model, plan.folds(model, skip=self.names))
-        bake(masked)
+        bake(masked, others=True)
         self.masked = masked
         counting = Counting(plan, model, apply(plan, model)) if plan.approximate else None
         counted = set() if counting is None else set(counting.nodes)
@@ -157,7 +160,8 @@ class Sequential(Calibration):
                 for reader in self.readers.get(node, ()):
                     self._fold(reader, runs)
                 for old, new in runs:
-                    old.step(node)
+                    with torch.random.fork_rng():  # both draw the same
+                        old.step(node)
                     found = None
                     if node in counted:
                         tensors = [new.env[source] for source in tensor_nodes(node)]
@@ -179,7 +183,8 @@ class Sequential(Calibration):
         if mix is None:
             return
         self.mixes[reader.name] = mix
-        target = self.masked.get_parameter(reader.name)
-        target.data = mixed(target.data, mix)
-        if mix.shift is not None:
-            masking.add_shift(self.masked, mix.shift)
+        weight = read_attribute(self.masked, reader.name)
+        weight.data = mixed(weight.data, mix)
+        shift = mix.shift(self.constants)
+        if shift is not None:
+            masking.add_shift(self.masked, shift)

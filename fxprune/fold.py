@@ -41,18 +41,34 @@ class Mix:
     """A weight that reads, in the place of each of its channels, what the kept ones say of it.
 
     ``matrix`` is (rows, n, n) over the axis, with zeros in the columns of channels that go;
-    ``offset`` (rows, n) is what they cannot say, which ``shift`` adds to the bias. ``error`` is the
-    expected squared error of the layer's output over the output's variance.
+    ``offset`` (rows, n) is what they cannot say, for the bias in ``sink``. ``error`` is the squared
+    error of the layer's output, on inputs left out, over the output's variance.
     """
 
-    axis: SourceAxis
+    read: Read
     order: Tensor | None  # (n, positions) of the axis' slices, where the same is said of several
     matrix: Tensor
     offset: Tensor
-    shift: Shift | None
+    sink: tuple[str, str, str, float] | None  # as sink_of says it
     error: float
     samples: int
     ridge: float
+
+    @property
+    def axis(self) -> SourceAxis:
+        return self.read.axis
+
+    def shift(self, constants: Constants) -> Shift | None:
+        """What goes into the bias, with the weights of the model of ``constants``."""
+        if self.sink is None:
+            return None
+        path, attribute, name, sign = self.sink
+        offset = self.offset
+        if self.order is not None:
+            offset = torch.zeros(self.axis.size, dtype=offset.dtype)
+            offset[self.order] = self.offset[0][:, None]
+        delta = delta_of(constants, self.read, offset.reshape(self.axis.shape))
+        return Shift(path, attribute, sign * delta, True, name)
 
 
 @dataclass

@@ -14,7 +14,6 @@ class Mask(nn.Module):
     """Parametrization: zero where ``keep`` is False. Masked entries get no gradient."""
 
     keep: Tensor
-    mixed = False  # whether what the masked channels said is folded into the others' weights
 
     def __init__(self, keep: Tensor) -> None:
         super().__init__()

@@ -11,14 +11,22 @@ from torch.nn.utils import parametrize
 from .channels import SourceAxis
 from .errors import PlanError
 from .fold import Folds, Shift, mixed
-from .mask import bake, beneath, masked_names, masks_on, own_class, parametrizations, put_on
+from .mask import bake, beneath, masked_names, own_class, parametrizations, put_on
 from .running import copy_model, read_attribute
 
 
 def mask(plan: Any, model: nn.Module) -> nn.Module:
     """See :meth:`fxprune.plan.PruningPlan.mask`."""
     check_fits(plan, model)
-    return masked(plan, model, plan.folds(model))
+    return masked(plan, model, plan.folds(model, mixes=not has_predictions(plan, model)))
+
+
+FOLDED = "_fxprune_calibration"  # a masked model's: which predictions are in its weights
+
+
+def has_predictions(plan: Any, model: nn.Module) -> bool:
+    """Whether a plan's predictions are folded into the model: it is masked by the plan."""
+    return plan._calibration != "" and vars(model).get(FOLDED) == plan._calibration
 
 
 def masked(plan: Any, model: nn.Module, folds: Folds) -> nn.Module:
@@ -32,10 +40,8 @@ def masked(plan: Any, model: nn.Module, folds: Folds) -> nn.Module:
             weight = read_attribute(masked, name)
             weight.data = mixed(weight.data, mix)
     put_masks(masked, keep_masks(plan, folds))
-    for name in folds.mixes:
-        path, _, attribute = name.rpartition(".")
-        for one in masks_on(masked.get_submodule(path), attribute):
-            one.mixed = True
+    if folds.mixes:
+        vars(masked)[FOLDED] = plan._calibration
     with torch.no_grad():
         for shift in folds.shifts:
             if shift.masked_too:

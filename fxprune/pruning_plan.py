@@ -94,6 +94,7 @@ class PruningPlan:
     _units: list[np.ndarray] = field(repr=False)  # of each group that is not frozen
     _walk: type[Constants] = field(repr=False)
     _mixes: dict[str, Mix] = field(default_factory=dict, repr=False)  # of a calibration
+    _calibration: str = field(default="", repr=False)  # which tells it from all others
 
     @property
     def approximate(self) -> list[str]:
@@ -182,13 +183,14 @@ class PruningPlan:
             skip: weights to leave alone.
             mixes: whether those that are calibrated get predictions; a masked model has them.
         """
+        constants = self.constants(model)
         found = folds(
-            self.constants(model), self._carriers, self._relations.classes, model,
+            constants, self._carriers, self._relations.classes, model,
             bias=self.settings.bias, exact=self.settings.exact, skip=skip or self._mixes,
         )  # fmt: skip
         if mixes and not skip:
             found.mixes = self._mixes
-            found.shifts += [mix.shift for mix in self._mixes.values() if mix.shift is not None]
+            found.shifts += [s for mix in self._mixes.values() if (s := mix.shift(constants))]
         return found
 
     def flags(self, which: str, axis: SourceAxis) -> Tensor:

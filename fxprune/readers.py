@@ -81,13 +81,13 @@ def find_readers(trace: Trace, constants: Constants) -> tuple[list[Reader], list
     for name, several in reads.items():
         read = several[0]
         reader = _reader(constants, read)
-        if len(uses.get(name, ())) != 1 or any(
+        if name not in trace.names.values():
+            why = "its weight is computed"
+        elif len(uses.get(name, ())) != 1 or any(
             other.call.node is not read.call.node or not torch.equal(other.arrive, read.arrive)
             for other in several
         ):
             why = "its weight is used in several places"
-        elif name not in trace.names.values():
-            why = "its weight is computed"
         elif reader is None:
             why = "what it reads is inside it"
         else:

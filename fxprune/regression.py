@@ -101,6 +101,7 @@ class Sums:
         count = int(kept[0].sum())
         self.index = torch.nonzero(kept)[:, 1].reshape(self.rows, count)
         self.parts = [Products(self.rows, count + self.width) for _ in range(2)]
+        self.inputs = 0
 
     @property
     def finite(self) -> bool:
@@ -112,10 +113,11 @@ class Sums:
         index = self.index.to(after.device)[:, None]
         x, y = (t.reshape(len(t), self.rows, self.width).movedim(0, 1) for t in (before, after))
         z = torch.cat([y.gather(2, index.expand(-1, y.shape[1], -1)), x], 2)
-        for part, chosen in zip(self.parts, _split(len(before), inputs), strict=True):
+        for part, chosen in zip(self.parts, _split(len(before), inputs, self.inputs), strict=True):
             if part.pivot is None:
                 part.pivot = next((p.pivot for p in self.parts if p.pivot is not None), None)
             part.add(z[:, chosen])
+        self.inputs += max(inputs, 1)
 
     def fit(self, weight: Tensor, *, intercept: bool = True) -> Fit | None:
         """The regression, with the ridge that is best for the output of ``weight`` (rows, n, m) on
@@ -126,25 +128,29 @@ class Sums:
         least = _LEAST.get(weight.dtype, 1e-3)
         ridges = [ridge for ridge in RIDGES if ridge >= least]
         reader = _narrow(weight.double().cpu())
-        ridge = self._best_ridge(reader, intercept, ridges)
+        ridge, error = ridges[0], None
+        if min(part.count for part in self.parts) > 1:
+            ridge, error = self._left_out(reader, intercept, ridges)
         moments = self._moments(everything, intercept)
         found = _Ridge(moments)
         extra = found.at(ridge)
-        error = found.errors(moments, reader, [ridge])[0]
-        spread = float(((reader @ moments.all) * reader).sum())
+        if error is None:
+            error = found.errors(moments, reader, [ridge])[0] / _spread(moments, reader)
         matrix = torch.diag_embed(self.kept.double().cpu())
         index = self.index.cpu()[:, None].expand(-1, self.width, -1)
         matrix = matrix.scatter_add(2, index, extra)
         offset = moments.mean_missing - (extra @ moments.mean_kept[..., None])[..., 0]
-        relative = max(error, 0.0) / spread if spread > 0 else 0.0
-        return Fit(matrix, offset if intercept else offset * 0, relative, ridge, everything.count)
+        offset = offset if intercept else offset * 0
+        return Fit(matrix, offset, max(error, 0.0), ridge, everything.count)
 
-    def _best_ridge(self, reader: Tensor, intercept: bool, ridges: list[float]) -> float:
-        if min(part.count for part in self.parts) < 2:
-            return ridges[0]
+    def _left_out(
+        self, reader: Tensor, intercept: bool, ridges: list[float]
+    ) -> tuple[float, float]:
+        """The ridge that predicts the samples left out best, and its error there."""
         fitted, unseen = (self._moments(part, intercept) for part in self.parts)
         errors = _Ridge(fitted).errors(unseen, reader, ridges)
-        return ridges[min(range(len(errors)), key=errors.__getitem__)]
+        best = min(range(len(errors)), key=errors.__getitem__)
+        return ridges[best], errors[best] / _spread(unseen, reader)
 
     def _moments(self, of: Products, intercept: bool) -> Moments:
         """Of the kept channels F, of all channels X, and of what is missing D = X − S F."""
@@ -173,10 +179,10 @@ class Moments:
     mean_missing: Tensor
 
 
-def _split(samples: int, inputs: int) -> tuple[Tensor, Tensor]:
+def _split(samples: int, inputs: int, before: int) -> tuple[Tensor, Tensor]:
     """Samples for fitting, and those left out: whole inputs, where there are enough of them."""
     each = max(1, samples // max(inputs, 1))
-    out = (torch.arange(samples) // each) % _LEFT_OUT == _LEFT_OUT - 1
+    out = (torch.arange(samples) // each + before) % _LEFT_OUT == _LEFT_OUT - 1
     return torch.nonzero(~out)[:, 0], torch.nonzero(out)[:, 0]
 
 
@@ -189,13 +195,23 @@ def _narrow(weight: Tensor) -> Tensor:
     return values.clamp(min=0).sqrt()[..., None] * vectors.transpose(1, 2)
 
 
+def _spread(moments: Moments, reader: Tensor) -> float:
+    """Of what the layer makes."""
+    return max(float(((reader @ moments.all) * reader).sum()), 1e-30)
+
+
 class _Ridge:
-    """The regression of what is missing on what is kept, for any ridge: one factorisation."""
+    """The regression of what is missing on what is kept, for any ridge: one factorisation. Kept
+    channels are taken at one size, so that a loud one does not drown the others."""
 
     def __init__(self, moments: Moments) -> None:
-        self.values, self.vectors = torch.linalg.eigh(moments.kept)
+        size = moments.kept.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
+        least = 1e-6 * size.amax(1, keepdim=True)
+        size = torch.where(size > least, size, 1.0 / least.clamp(min=1e-30)).clamp(max=1e30)
+        self.values, vectors = torch.linalg.eigh(moments.kept / size[:, :, None] / size[:, None, :])
         self.values = self.values.clamp(min=0)
         self.scale = self.values.mean(1, keepdim=True).clamp(min=1e-30)
+        self.vectors = vectors / size[:, :, None]  # so that A = T (Λ + λ)⁻¹ Qᵀ in either size
         self.turned = moments.cross @ self.vectors
 
     def at(self, ridge: float) -> Tensor:

@@ -14,8 +14,8 @@ from .code import rewritten_class
 from .errors import ModelError
 from .fold import Carry, Folds, mixed
 from .kept import shrink
-from .mask import Mask, bake, is_masked, parametrizations
-from .masking import check_fits, keep_masks
+from .mask import bake, is_masked, parametrizations
+from .masking import FOLDED, check_fits, has_predictions, keep_masks
 from .running import copy_model, read_attribute, uncollected
 
 
@@ -87,21 +87,21 @@ def apply_with_journal(
     plan: Any, model: nn.Module, *, inplace: bool, folds: Folds | None = None
 ) -> tuple[nn.Module, Journal]:
     """The pruned model, and for ``inplace`` the way back. ``folds`` are those of ``model``."""
+    folded = isinstance(model, nn.Module) and has_predictions(plan, model)
     if isinstance(model, nn.Module) and is_masked(model):
         if inplace:
             raise ModelError("a masked model cannot be pruned in place; use inplace=False")
-        if any(one.mixed for one in model.modules() if isinstance(one, Mask)):
-            folds = plan.folds(model, mixes=False)
         model = copy_model(model)
         bake(model)
     check_fits(plan, model)
     journal = Journal()
     with torch.no_grad(), uncollected():
-        change = build(plan, model, folds or plan.folds(model))
+        change = build(plan, model, folds or plan.folds(model, mixes=not folded))
         if not inplace:
             olds = {name: read_attribute(model, name) for name in change.tensors}
             news = {id(old): _like(old, change.tensors[name]) for name, old in olds.items()}
             model = copy_model(model, news)
+        vars(model).pop(FOLDED, None)
         try:
             _install(change, model, journal, in_place=inplace)
         except BaseException:

@@ -118,7 +118,7 @@ def share_out(
         for g, n in width.items():
             step = max(1, n // _STEPS)
             after = kept[g] - step
-            if after < max(_FEWEST, _LEAST * n) or slope[g] <= 0:
+            if after < min(max(_FEWEST, _LEAST * n), n * (1 - uniform[g])) or slope[g] <= 0:
                 continue
             rate = (curves[g][after] - curves[g][kept[g]]) / (slope[g] * step / n)
             if rate < price:

@@ -159,8 +159,7 @@ def test_the_regression_is_the_one_that_numpy_solves():
     fit = sums.fit(torch.eye(6, dtype=torch.float64)[None])
     features = drifted[:, kept[0]] - drifted[:, kept[0]].mean(0)
     missing = torch.where(kept, x - drifted, x)
-    spread = features.square().sum() / 3
-    pulled = torch.cat([features, (fit.ridge * spread).sqrt() * torch.eye(3, dtype=x.dtype)])
+    pulled = torch.cat([features, torch.diag(fit.ridge**0.5 * features.norm(dim=0))])
     wanted = torch.cat([missing - missing.mean(0), torch.zeros(3, 6, dtype=x.dtype)])
     extra = torch.linalg.lstsq(pulled, wanted).solution.T
     select = torch.eye(6, dtype=x.dtype)[:, kept[0]]
@@ -169,7 +168,8 @@ def test_the_regression_is_the_one_that_numpy_solves():
     made = drifted @ fit.matrix[0].T + fit.offset[0]
     assert torch.allclose(made.mean(0), x.mean(0), atol=1e-9)
     left = (x - made).square().sum() / (x - x.mean(0)).square().sum()
-    assert fit.error == pytest.approx(float(left), rel=1e-6) and fit.samples == 500
+    assert fit.error == pytest.approx(float(left), rel=0.2)  # of samples left out
+    assert fit.samples == 500
 
 
 def test_with_fewer_samples_than_channels_the_ridge_leaves_what_is_not_known():
