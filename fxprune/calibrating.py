@@ -92,8 +92,8 @@ class Calibration:
         target = sink_of(self.constants, read, self.model)
         if target is not None and not target[2] and hasattr(self.model, "config"):
             target = None  # a bias that is made anew is none that the configuration knows of
-        carried = bool(read.border) and self.plan.settings.exact
-        intercept = target is not None and not carried and read.border != "pattern"
+        # Zeros around the input say 0, which no constant does: kept channels stand for it too.
+        intercept = target is not None and not read.border
         flat = placed(read.axis.flat(weight), reader.order)
         fit = sums.fit(flat, intercept=intercept)
         if fit is None:
