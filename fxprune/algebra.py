@@ -220,8 +220,9 @@ class Algebra(Meanings):
     def _meet_axis(self, call, operands, dims, shape, function):
         sizes = [shape[d] for d in dims]
         laid, wide, followers = [], [], []
-        for x in operands:
-            for axis in x.touching(dims):
+        touched = [x.touching(dims) for x in operands]
+        for axes in touched:
+            for axis in axes:
                 if axis.dims == dims and list(axis.units.shape) == sizes:
                     laid.append(axis)
                 elif axis.blank:
@@ -239,18 +240,19 @@ class Algebra(Meanings):
         for other in laid[1:]:
             self.join(first, other, call)
         long = [d for d in dims if shape[d] > 1]
-        for x in operands:
-            if not x.touching(dims):
+        for x, axes in zip(operands, touched, strict=True):
+            if not axes:
                 stiff = [d for d in long if x.shape[d] > 1]
                 if long and stiff == long:
                     self.freeze(first, f"it meets a tensor of fixed width in {call.name}", call)
                     return None
                 elif stiff:
                     self.hold(first, stiff)
-        constant, border = self.meet_constants(call, operands, dims, shape, function)
+        constant, border = self.meet_constants(call, operands, touched, dims, shape, function)
         return Axis(dims, first.units, constant, border)
 
-    def meet_constants(self, call, operands, dims, shape, function):
+    def meet_constants(self, call, operands, touched, dims, shape, function):
+        """What the axis over ``dims`` holds; ``touched`` are the axes of each operand there."""
         return None, False
 
     def _meet_scalar(self, operands, function):

@@ -8,7 +8,7 @@ are rigid: nothing along them can be removed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -122,11 +122,7 @@ class Channels:
 
     def touching(self, dims: Iterable[int]) -> list[Axis]:
         dims = set(dims)
-        return [axis for axis in self.axes if dims & set(axis.dims)]
-
-    def without(self, axes: Iterable[Axis]) -> Channels:
-        gone = {id(axis) for axis in axes}
-        return replace(self, axes=tuple(a for a in self.axes if id(a) not in gone))
+        return [axis for axis in self.axes if not dims.isdisjoint(axis.dims)]
 
 
 def remap(x: Channels, where: dict[int, int], shape: tuple[int, ...]) -> Channels:

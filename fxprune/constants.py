@@ -131,10 +131,9 @@ class Constants(Algebra):
     def rectangle(self, axis: Axis, call: Call) -> None:
         return
 
-    def meet_constants(self, call, operands, dims, shape, function):
+    def meet_constants(self, call, operands, touched, dims, shape, function):
         if function is None:
             return None, False
-        touched = [x.touching(dims) for x in operands]
         known = torch.ones([shape[d] for d in dims], dtype=torch.bool)
         tensors, at_border = [], []
         border = False

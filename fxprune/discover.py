@@ -101,7 +101,7 @@ class Discover(Algebra):
         self._rigid = rigid
         self.sources: list[SourceAxis] = []
         self._by_key: dict[tuple, SourceAxis] = {}
-        self._views: dict[str, tuple] = {}
+        self._by_name: dict[str, list[int]] = {}  # of a tensor, its axes among the sources
         # Why a computed tensor cannot be set, "" where it can or is a tensor of the model itself.
         self._computed: dict[str, str] = dict.fromkeys(trace.names.values(), "")
         self._next = FROZEN + 1
@@ -140,6 +140,7 @@ class Discover(Algebra):
                 axis = SourceAxis(value.name, shape, view, dims, role, self._next)
                 self._next += axis.size
                 self._by_key[key] = axis
+                self._by_name.setdefault(axis.name, []).append(len(self.sources))
                 self.sources.append(axis)
                 self._check_view(axis)
                 self._check_computed(axis)
@@ -196,17 +197,17 @@ class Discover(Algebra):
 
     def _check_view(self, axis: SourceAxis) -> None:
         """A tensor that is seen in two ways (two group counts, say) is left whole."""
-        known = self._views.setdefault(axis.name, axis.view)
-        bare = [s.dims for s in self.sources if s.name == axis.name and s.role.startswith("bare")]
+        axes = [self.sources[i] for i in self._by_name[axis.name]]
+        known = axes[0].view
+        bare = [s.dims for s in axes if s.role.startswith("bare")]
         apart = any(set(a) & set(b) and a != b for a in bare for b in bare)
         if known != axis.view or apart:
-            for source in self.sources:
-                if source.name == axis.name:
-                    self.freeze(
-                        Axis(source.dims, source.labels()),
-                        f"{axis.name} is used in two layouts, {known} and {axis.view}",
-                        None,
-                    )
+            for source in axes:
+                self.freeze(
+                    Axis(source.dims, source.labels()),
+                    f"{axis.name} is used in two layouts, {known} and {axis.view}",
+                    None,
+                )
 
     def join(self, a: Axis, b: Axis, call: Call) -> None:
         if a.units is b.units:

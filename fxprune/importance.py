@@ -38,6 +38,12 @@ class Slices:
     # By order: the rows that a layer has for several groups are measured once.
     _norms: dict[float, Tensor] = field(default_factory=dict, repr=False)
 
+    def among(self, index: np.ndarray, count: int) -> Slices:
+        """The slices as those of a group: ``index`` says which of its units each unit is, or -1."""
+        return Slices(
+            self.name, self.role, self.tensor, self.rank, index[self.units], count, self._norms
+        )
+
     @property
     def weights(self) -> Tensor:
         """Tensor (n, m), one row a slice."""
@@ -70,16 +76,19 @@ class Slices:
         values = rows.detach().double().cpu().numpy()[inside]
         return np.bincount(self.units[inside], weights=values, minlength=self.count)
 
+    def sizes(self) -> np.ndarray:
+        """Number of elements of each unit: array (count,)."""
+        rows = np.bincount(self.units[self.units >= 0], minlength=self.count)
+        return rows * (self.tensor.numel() // len(self.units))
+
 
 Importance = Callable[[list[Slices]], Any]
 
 
-def slices(
-    tensor: Tensor, axis: SourceAxis, units: np.ndarray, count: int, norms: dict[float, Tensor]
-) -> Slices:
-    """The rows of ``tensor`` along ``axis``; ``norms`` are those of them known so far."""
+def slices(tensor: Tensor, axis: SourceAxis, units: np.ndarray, count: int) -> Slices:
+    """The rows of ``tensor`` along ``axis``, each with the one of ``count`` units it belongs to."""
     seen = axis.slices(tensor.detach())
-    return Slices(axis.name, axis.role, seen, len(axis.dims), units, count, norms)
+    return Slices(axis.name, axis.role, seen, len(axis.dims), units.reshape(-1), count)
 
 
 def l1(group: list[Slices]) -> np.ndarray:
@@ -126,7 +135,7 @@ def _mean(group: list[Slices], row_score: Callable[[Slices], Tensor]) -> np.ndar
         if s.role in ("shift", "stat"):
             continue  # a bias is not lost with its unit: it is folded
         total += s.total(row_score(s))
-        size += s.total(torch.full((len(s.units),), s.tensor.numel() // len(s.units)))
+        size += s.sizes()
     return total / np.maximum(size, 1)
 
 

@@ -81,25 +81,23 @@ class Planner:
             self.asked[id(group)] = fraction
         if self.settings.scope == "global":
             self._share_out()
-        norms: dict[int, dict[float, Tensor]] = {}
-        for group in self.groups:
-            if group.frozen is None and self.asked[id(group)] > 0:
-                index = np.full(len(self.removed), -1)
-                index[group.units] = np.arange(len(group.units))
-                if self.reconstruction is not None:
-                    found = self.reconstruction.scores(group.units)
-                    if found is not None:
-                        self.scores[id(group)] = found
-                        continue
-                parts = [
-                    importance.slices(
-                        self.trace.tensor(a.name), a, index[self.relations.of(a)].reshape(-1),
-                        len(group.units), norms.setdefault(a.first, {}),
-                    )
-                    for a in group.axes
-                ]  # fmt: skip
-                scores = importance.scores(score, parts, self.name(group))
-                self.scores[id(group)] = scores
+        losing = [g for g in self.groups if g.frozen is None and self.asked[id(g)] > 0]
+        size = len(self.removed)
+        slices = {  # once for all groups that have a part in an axis
+            a.first: importance.slices(self.trace.tensor(a.name), a, self.relations.of(a), size)
+            for a in {a.first: a for group in losing for a in group.axes}.values()
+        }
+        index = np.full(size, -1)
+        for group in losing:
+            if self.reconstruction is not None:
+                found = self.reconstruction.scores(group.units)
+                if found is not None:
+                    self.scores[id(group)] = found
+                    continue
+            index[group.units] = np.arange(len(group.units))
+            own = [slices[a.first].among(index, len(group.units)) for a in group.axes]
+            index[group.units] = -1
+            self.scores[id(group)] = importance.scores(score, own, self.name(group))
 
     def _share_out(self) -> None:
         """Have groups lose more or less than they are asked to, for the same work in all."""

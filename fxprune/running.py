@@ -6,8 +6,10 @@ import contextlib
 import copy
 import gc
 import inspect
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -115,7 +117,7 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _restore(space: dict[str, Any], before: dict[str, Any]) -> None:
-    if space.keys() != before.keys() or any(space[k] is not v for k, v in before.items()):
+    if space.keys() != before.keys() or not all(map(is_, space.values(), before.values())):
         space.clear()
         space.update(before)
 
@@ -185,6 +187,9 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
             # deepcopy refuses; it is computed anew.
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo.setdefault(id(value), value.detach().clone())
+            # Most are hooks that nobody has set: deepcopy takes long to find that out.
+            elif type(value) in (dict, OrderedDict, set) and not value:
+                memo.setdefault(id(value), type(value)())
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:  # whatever the model's own code raises

@@ -66,7 +66,10 @@ class Choice:
     def _part(self, members: np.ndarray, bins: list[np.ndarray]) -> _Part:
         units = self.units[members]
         inside = set(units.tolist())
-        covers = [c for c in self.covers if 0 not in c and set(c.tolist()) <= inside]
+        covers = [
+            c for c in self.covers
+            if len(c) <= len(inside) and 0 not in c and inside.issuperset(c.tolist())
+        ]  # fmt: skip
         return _Part(members, units, self.scores[members], bins, covers)
 
 

@@ -19,14 +19,16 @@ def cat(a, call):
     shape = list(parts[0].shape)
     shape[dim] = sum(p.shape[dim] for p in parts)
     # Everything but the joined dimension meets as under broadcasting.
-    along = [p.touching([dim]) for p in parts]
     others = [
-        Channels(tuple(1 if d == dim else n for d, n in enumerate(p.shape)), p.without(gone).axes)
-        for p, gone in zip(parts, along, strict=True)
+        Channels(
+            tuple(1 if d == dim else n for d, n in enumerate(p.shape)),
+            tuple(axis for axis in p.axes if dim not in axis.dims),
+        )
+        for p in parts
     ]
     met = a.meet(call, others, None, broadcast_shape([o.shape for o in others]))
     axes = list(met.axes)
-    if any(along):
+    if any(p.axis(dim) for p in parts):
         axis = end_to_end(a, call, parts, dim)
         if axis is not None:
             axes.append(axis)
@@ -35,26 +37,25 @@ def cat(a, call):
 
 def end_to_end(a, call, parts, dim):
     """One axis of the parts' labels along ``dim``, rigid parts as slices that stay."""
-    dims = tuple(sorted({d for p in parts for axis in p.touching([dim]) for d in axis.dims}))
-    units, constants, borders, known = [], [], [], False
-    for p in parts:
+    ends = [p.axis(dim) for p in parts]
+    dims = tuple(sorted({d for axis in ends if axis is not None for d in axis.dims}))
+    known = any(axis is not None and axis.constant is not None for axis in ends)
+    units, constants, borders = [], [], []
+    for p, axis in zip(parts, ends, strict=True):
         sizes = [p.shape[d] for d in dims]
-        axis = p.axis(dim)
         if axis is None:
             units.append(torch.zeros(sizes, dtype=torch.int64))
+        else:
+            units.append(axis.over(dims).expand(sizes))
+        borders.append(axis is not None and axis.border)
+        if known and axis is not None and axis.constant is not None:
+            constants.append(axis.over(dims, axis.constant).expand(sizes))
+        elif known:
             constants.append(torch.full(sizes, torch.nan, dtype=torch.float64))
-            borders.append(False)
-            continue
-        units.append(axis.over(dims).expand(sizes))
-        borders.append(axis.border)
-        known = known or axis.constant is not None
-        blank = torch.full(axis.units.shape, torch.nan, dtype=torch.float64)
-        constant = blank if axis.constant is None else axis.constant
-        constants.append(axis.over(dims, constant).expand(sizes))
     at = dims.index(dim)
     joined = torch.cat(units, at)
     mixed = any(borders) and len(parts) > 1  # zeros stand around a part, not around all alike
-    if mixed:
+    if mixed and known:
         constants = [
             torch.where(c == 0, 0.0, torch.nan) if border else c
             for c, border in zip(constants, borders, strict=True)
