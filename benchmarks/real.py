@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -312,6 +313,16 @@ class Sentences(nn.Module):
         return (y * weight).sum(1) / weight.sum(1)
 
 
+def prose() -> list[str]:
+    """English sentences, of the documentation that comes with Python."""
+    from pydoc_data.topics import topics
+
+    text = re.sub(r"\s+", " ", " ".join(topics.values()))
+    found = [s.strip() for s in re.split(r"(?<=[.!?]) ", text)]
+    plain = re.compile(r"[A-Z][A-Za-z ,'();:-]+\.")
+    return [s for s in found if 5 <= len(s.split()) <= 18 and plain.fullmatch(s)]
+
+
 def sentences(seed: int) -> Real:
     from transformers import AutoModel, AutoTokenizer
     from transformers.utils import logging
@@ -328,11 +339,14 @@ def sentences(seed: int) -> Real:
 
     first, second = map(tokens, synthetic.paraphrases())
     known = synthetic.sentences(np.random.default_rng(seed))
+    said = prose()
+    chosen = torch.randperm(len(said), generator=torch.Generator().manual_seed(seed))[: 4 * BATCH]
+    calibration = [tokens([said[i] for i in part]) for part in chosen.split(32)]
     batches = [tokens(list(islice(known, 32))) for _ in range(20)]
     with torch.no_grad():
         lessons = [(batch, run(model, batch)) for batch in batches]
     return Real(
-        "sentences", "sentence", model, first, batches[:8],
+        "sentences", "sentence", model, first, calibration,
         lambda m: nearest(run(m, first), run(m, second)),
         lambda m: tune(m, iter(lessons), apart, len(lessons), 1e-4),
         ("bert.encoder.layer.5.output.LayerNorm",),

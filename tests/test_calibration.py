@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxprune
+from fxprune.batches import as_input
 from fxprune.errors import SettingError
 from fxprune.proof import prove
 from fxprune.regression import Sums
@@ -336,3 +339,171 @@ def test_one_input_and_channels_that_never_move_are_enough_to_choose_by():
             scope="global",
         )  # fmt: skip
         assert bool(small(STEPS[:, 0]).isfinite().all())
+
+
+def mlp(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 3)
+    ).double()
+
+
+def test_predictions_are_folded_once_whatever_a_plan_is_used_on():
+    model, x = mlp(), STEPS[:, 0]
+    plan = fxprune.plan(model, x[:2], calibration=[x])
+    masked = plan.mask(model)
+    assert torch.allclose(plan.mask(masked)(x), masked(x), rtol=0, atol=1e-9)
+    assert prove(plan, masked, plan.apply(masked), x) <= 1e-9
+    other = fxprune.plan(masked, x[:2], sparsity=0.25, calibration=[x])  # whose own are folded too
+    assert prove(other, masked, other.apply(masked), x) <= 1e-9
+
+
+def test_of_a_model_whose_masks_lie_elsewhere_than_its_predictions_too():
+    def forward(s, x):
+        y, z = torch.tanh(s.s(torch.tanh(s.a(x)))), torch.tanh(s.s(torch.tanh(s.a(2 * x))))
+        return s.last(y + z)
+
+    model = Net(forward, a=nn.Linear(6, 8), s=nn.Linear(8, 8), last=nn.Linear(8, 3)).double()
+    x = STEPS[:, 0]
+    plan = fxprune.plan(model, x[:2], calibration=[x], ignore=["s"])
+    masked = plan.mask(model)
+    assert torch.allclose(plan.apply(masked)(x), masked(x), rtol=0, atol=1e-9)
+
+
+def test_another_model_gets_the_offset_through_its_own_weights():
+    model, x = mlp(), STEPS[:, 0]
+    plan = fxprune.plan(model, x[:2], calibration=[x])
+    negative = copy.deepcopy(model)
+    with torch.no_grad():
+        negative[4].weight.neg_()
+        negative[4].bias.neg_()
+    assert torch.allclose(plan.apply(negative)(x), -plan.apply(model)(x), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [6, 16])
+def test_constants_before_padded_convolutions_are_right_at_the_border(size):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 32, 3, padding=1), nn.Sigmoid(), nn.Conv2d(32, 32, 3, padding=1),
+              nn.Sigmoid(), nn.Conv2d(32, 6, 3, padding=1)]  # fmt: skip
+    model = nn.Sequential(*layers).eval()
+    seen, unseen = torch.randn(32, 3, size, size), torch.randn(32, 3, size, size)
+    wanted = model(unseen)
+
+    def off(**settings):
+        small = fxprune.prune(model, seen[:1], **settings)
+        return float((small(unseen) - wanted).square().mean() / wanted.var())
+
+    assert off(calibration=[seen]) < 0.1 * off()
+
+
+def test_batches_of_one_input_are_split_as_one_large_one_is():
+    kept = torch.tensor([[True, True, False]])
+    x = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole, single = Sums(kept), Sums(kept)
+    whole.add(x, x, 40)
+    for row in x.split(1):
+        single.add(row, row, 1)
+    weight = torch.eye(3, dtype=torch.float64)[None]
+    assert [p.count for p in whole.parts] == [p.count for p in single.parts] == [30, 10]
+    assert torch.allclose(whole.fit(weight).matrix, single.fit(weight).matrix)
+
+
+def test_a_loud_channel_does_not_drown_the_others():
+    x = torch.randn(512, 20, generator=torch.Generator().manual_seed(0))
+
+    def off(scale):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5)
+        )
+        with torch.no_grad():  # the same function
+            model[2].weight[0] *= scale
+            model[2].bias[0] *= scale
+            model[4].weight[:, 0] /= scale
+        small = fxprune.prune(model, x[:2], calibration=[x], importance=by_position)
+        return float((small(x) - model(x)).square().mean() / model(x).var())
+
+    def by_position(group):
+        return -torch.arange(float(group[0].count))
+
+    assert off(1e4) < 1.2 * off(1.0)
+
+
+def test_random_numbers_of_the_forward_are_the_same_in_both_runs():
+    def forward(s, x):
+        y = torch.tanh(s.a(x))
+        return s.c(torch.relu(s.b(y + torch.randn_like(y))))
+
+    model = Net(forward, a=nn.Linear(6, 16), b=nn.Linear(16, 32), c=nn.Linear(32, 3)).double()
+    x = STEPS[:, 0].repeat(8, 1)
+
+    def off(**settings):
+        small = fxprune.prune(model, x[:2], ignore=["a"], verify=False, **settings)
+        torch.manual_seed(1)
+        wanted = model(x)
+        torch.manual_seed(1)
+        return float((small(x) - wanted).square().mean())
+
+    assert off(calibration=[x]) < 0.5 * off()
+
+
+def test_weights_that_are_buffers_and_those_behind_a_weight_norm_are_calibrated():
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.c = nn.Linear(6, 8), nn.Linear(4, 3)
+            self.register_buffer("w", torch.randn(4, 8))
+
+        def forward(self, x):
+            return self.c(torch.tanh(F.linear(torch.tanh(self.a(x)), self.w)))
+
+    x = STEPS[:, 0]
+    normed = mlp()
+    nn.utils.parametrizations.weight_norm(normed[0])
+    for model in (Fixed().double(), normed):
+        plan = fxprune.plan(model, x[:2], calibration=[x])
+        assert plan.predicted_error and not any("NaN" in why for _, why in plan.notes)
+        assert prove(plan, model, plan.apply(model), x) <= 1e-9
+
+
+def test_a_model_with_a_configuration_gets_no_bias_that_it_does_not_know():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 12, bias=False), nn.ReLU(), nn.Linear(12, 3)
+    ).double()
+    x = STEPS[:, 0]
+    assert fxprune.prune(model, x[:2], calibration=[x])[2].bias is not None
+    model.config = type("Config", (), {})()
+    assert fxprune.prune(model, x[:2], calibration=[x])[2].bias is None
+
+
+@pytest.mark.parametrize("batches, words", [
+    ([{"input": STEPS[:, 0]}], "a batch is a mapping"),
+    ([STEPS[:, 0, :5]], "a batch does not run"),
+    ([None], "a batch does not run"),
+])  # fmt: skip
+def test_batches_that_are_none_of_the_model_are_said_to_be(batches, words):
+    with pytest.raises(fxprune.InputError, match=words):
+        fxprune.plan(mlp(), STEPS[:2, 0], calibration=batches)
+
+
+def test_an_argument_that_is_a_tuple_is_no_batch_with_a_label():
+    example = ((STEPS[:2, 0], STEPS[:2, 1]), STEPS[:2, 2])
+    assert as_input(example, example) is not None
+    assert torch.equal(as_input(example, example)[1], STEPS[:2, 2])
+
+
+def test_a_data_loader_is_asked_without_a_trace_on_the_random_numbers():
+    model, x = mlp(), STEPS[:, 0]
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), 20)
+    before = torch.get_rng_state()
+    fxprune.plan(model, x[:2], calibration=loader, importance="reconstruction")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_small_groups_take_part_in_a_global_budget():
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    x = STEPS[:, 0]
+    small = fxprune.prune(model.double(), x[:2], calibration=[x], importance="reconstruction",
+                          scope="global")  # fmt: skip
+    assert small[0].out_features + small[2].out_features < 8
