@@ -119,7 +119,7 @@ class Parallel(Calibration):
     def run(self, batches: Iterator[Any]) -> None:
         # The others read what they always did.
         readers = [r for rs in self.readers.values() for r in rs if bool(r.read.dead.any())]
-        sums = {r.name: Sums(self.kept(r)) for r in readers}
+        sums = {r.name: Sums(self.kept(r), same=True) for r in readers}
         module = self.plan._trace.on(self.model).graph_module()
         with self._bar() as bar:
             task = bar.add_task("calibrating", total=None)

@@ -93,14 +93,16 @@ class Sums:
     Args:
         kept: bool (rows, n): the channels that stay, equally many in each row. Rows are separate
             problems: the groups of a grouped convolution.
+        same: what is read before and after is the same: half of the sums are enough.
     """
 
-    def __init__(self, kept: Tensor) -> None:
-        self.kept = kept
+    def __init__(self, kept: Tensor, *, same: bool = False) -> None:
+        self.kept, self.same = kept, same
         self.rows, self.width = kept.shape
         count = int(kept[0].sum())
         self.index = torch.nonzero(kept)[:, 1].reshape(self.rows, count)
-        self.parts = [Products(self.rows, count + self.width) for _ in range(2)]
+        size = self.width if same else count + self.width
+        self.parts = [Products(self.rows, size) for _ in range(2)]
         self.inputs = 0
 
     @property
@@ -112,7 +114,7 @@ class Sums:
         ``inputs``: how many inputs they come from, one after the other."""
         index = self.index.to(after.device)[:, None]
         x, y = (t.reshape(len(t), self.rows, self.width).movedim(0, 1) for t in (before, after))
-        z = torch.cat([y.gather(2, index.expand(-1, y.shape[1], -1)), x], 2)
+        z = x if self.same else torch.cat([y.gather(2, index.expand(-1, y.shape[1], -1)), x], 2)
         for part, chosen in zip(self.parts, _split(len(before), inputs, self.inputs), strict=True):
             if part.pivot is None:
                 part.pivot = next((p.pivot for p in self.parts if p.pivot is not None), None)
@@ -155,6 +157,12 @@ class Sums:
     def _moments(self, of: Products, intercept: bool) -> Moments:
         """Of the kept channels F, of all channels X, and of what is missing D = X − S F."""
         mean, second = of.mean(), of.covariance()
+        if self.same:
+            every = torch.arange(self.width).expand(self.rows, -1)
+            index = torch.cat([self.index.cpu(), every], 1)
+            mean = mean.gather(1, index)
+            second = second.gather(1, index[:, :, None].expand(-1, -1, self.width))
+            second = second.gather(2, index[:, None].expand(-1, index.shape[1], -1))
         if not intercept:  # about zero
             second = second + mean[:, :, None] * mean[:, None, :]
         k = self.index.shape[1]

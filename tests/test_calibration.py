@@ -507,3 +507,15 @@ def test_small_groups_take_part_in_a_global_budget():
     small = fxprune.prune(model.double(), x[:2], calibration=[x], importance="reconstruction",
                           scope="global")  # fmt: skip
     assert small[0].out_features + small[2].out_features < 8
+
+
+def test_where_nothing_has_moved_half_of_the_sums_are_enough():
+    kept = torch.tensor([[True, False, True, True], [False, True, True, True]])
+    x = torch.randn(60, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole, half = Sums(kept), Sums(kept, same=True)
+    for sums in (whole, half):
+        sums.add(x, x, 60)
+    weight = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    a, b = whole.fit(weight), half.fit(weight)
+    assert torch.allclose(a.matrix, b.matrix) and torch.allclose(a.offset, b.offset)
+    assert a.error == pytest.approx(b.error) and half.parts[0].product.shape == (2, 4, 4)
