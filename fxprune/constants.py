@@ -116,15 +116,15 @@ class Constants(Algebra):
 
     def _born(self, axis: SourceAxis, units: Tensor) -> Tensor:
         """Constants of a parameter's own slices under the mask."""
-        dead, silent = self._removed[units], self._silent[units]
         if axis.role == "in":
             return torch.full(units.shape, torch.nan, dtype=torch.float64)
-        if not axis.is_whole or axis.role == "out":
-            return torch.where(dead, 0.0, torch.nan).double()
+        if axis.role == "out" or not axis.is_whole:
+            return torch.where(self._removed[units], 0.0, torch.nan).double()
         values = axis.rows(self.read(axis.name).double().cpu()).reshape(units.shape)
         if axis.role == "stat":
             return values
-        return torch.where(dead if axis.role == "scale" else silent, 0.0, values)
+        masked = self._removed if axis.role == "scale" else self._silent
+        return torch.where(masked[units], 0.0, values)
 
     # -- meanings -------------------------------------------------------------------------------
 

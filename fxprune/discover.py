@@ -415,15 +415,17 @@ class Discover(Algebra):
         left = np.concatenate([a for a, _, _ in self._couplings])
         right = np.concatenate([b for _, b, _ in self._couplings])
         call = np.repeat(np.arange(len(self._couplings)), [len(a) for a, _, _ in self._couplings])
-        here, there = self._owners(left), self._owners(right)
+        owners = self._owners(np.arange(self._next))
+        here, there = owners[left], owners[right]
         real = (here >= 0) & (there >= 0) & (here != there)
         here, there, call = here[real], there[real], call[real]
         # One number for (group, axis, axis): sorting numbers is much faster than rows.
         count = len(self.sources)
         keys = (group_of[left[real]].astype(np.int64) * count + here) * count + there
-        for key, first in zip(*np.unique(keys, return_index=True), strict=True):
-            group, pair = divmod(int(key), count**2)
-            yield *divmod(pair, count), group, self._couplings[call[first]][2]
+        pairs, first = np.unique(keys, return_index=True)
+        found = (pairs // count % count, pairs % count, pairs // count**2, call[first])
+        for a, b, group, at in zip(*(array.tolist() for array in found), strict=True):
+            yield a, b, group, self._couplings[at][2]
 
 
 def components_of(left: np.ndarray, right: np.ndarray, size: int) -> np.ndarray:

@@ -40,20 +40,35 @@ def groups(relations: Relations) -> list[Group]:
     """Every group, in the order in which the model makes their channels."""
     result = []
     home: dict[int, Group] = {}  # by component
+    classes = _by_component(relations)
     for component in nx.connected_components(relations.graph):
         axes = [relations.sources[i] for i in sorted({i for i, _ in component})]
-        here = np.array(sorted({g for _, g in component}))
-        classes = distinct(np.concatenate([relations.of(axis).reshape(-1) for axis in axes]))
-        classes = classes[classes != 0]
-        group = Group(axes, classes[np.isin(relations.component[classes], here)], [], [])
-        for number in here:
-            home[int(number)] = group
+        here = sorted({g for _, g in component})
+        units = np.concatenate([classes.get(number, classes[-1]) for number in here])
+        group = Group(axes, np.sort(units), [], [])
+        home |= dict.fromkeys(here, group)
         result.append(group)
     _add_bins(relations, home)
     _add_covers(relations, home)
+    counted = [
+        (note.where, set(relations.classes[note.units.numpy()].tolist()))
+        for note in relations.approximate
+    ]
     for group in result:
         _explain(group, relations)
+        own = set(group.units.tolist())
+        group.approximate = sorted({where for where, units in counted if not own.isdisjoint(units)})
     return sorted(result, key=lambda g: g.leader.first)
+
+
+def _by_component(relations: Relations) -> dict[int, np.ndarray]:
+    """The classes that may go, by component; none of them for -1."""
+    classes = distinct(relations.classes)
+    classes = classes[classes != 0]
+    classes = classes[np.argsort(relations.component[classes], kind="stable")]
+    numbers, starts = np.unique(relations.component[classes], return_index=True)
+    parts = np.split(classes, starts[1:])
+    return {-1: classes[:0], **dict(zip(numbers.tolist(), parts, strict=False))}
 
 
 def _add_bins(relations: Relations, home: dict[int, Group]) -> None:
@@ -86,21 +101,16 @@ def _add_covers(relations: Relations, home: dict[int, Group]) -> None:
 
 
 def _explain(group: Group, relations: Relations) -> None:
-    """Why a group stays whole, if it does, and which calls count its channels."""
-    labels = np.concatenate([np.arange(a.first, a.first + a.size) for a in group.axes])
+    """Why a group stays whole, if it does."""
     if not group.producers:
         group.frozen = "no layer makes these channels: they are read from the input or a constant"
     elif not len(group.units):
+        labels = np.concatenate([np.arange(a.first, a.first + a.size) for a in group.axes])
         note = _note_for(labels, relations)
         group.frozen = note.reason if note else "its channels cannot change"
         group.line = note.line if note else ""
     elif len(group.units) == 1:
         group.frozen = "it has a single unit, and one has to stay"
-    own = set(group.units.tolist())
-    for note in relations.approximate:
-        if own & set(relations.classes[note.units.numpy()].tolist()):
-            group.approximate.append(note.where)
-    group.approximate = sorted(set(group.approximate))
 
 
 def _note_for(labels: np.ndarray, relations: Relations) -> Note | None:

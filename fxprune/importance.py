@@ -72,14 +72,15 @@ class Slices:
 
     def total(self, rows: Tensor) -> np.ndarray:
         """Sum over the rows of each unit: array (count,)."""
-        inside = self.units >= 0
-        values = rows.detach().double().cpu().numpy()[inside]
-        return np.bincount(self.units[inside], weights=values, minlength=self.count)
+        return self._sum(rows.detach().double().cpu().numpy())
 
     def sizes(self) -> np.ndarray:
         """Number of elements of each unit: array (count,)."""
-        rows = np.bincount(self.units[self.units >= 0], minlength=self.count)
-        return rows * (self.tensor.numel() // len(self.units))
+        return self._sum(None) * (self.tensor.numel() // len(self.units))
+
+    def _sum(self, values: np.ndarray | None) -> np.ndarray:
+        """Sum of one value a row, or of ones, over the rows of each unit; -1 has the first bin."""
+        return np.bincount(self.units + 1, values, self.count + 1)[1:]
 
 
 Importance = Callable[[list[Slices]], Any]

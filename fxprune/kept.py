@@ -20,6 +20,8 @@ def members(axes: list[SourceAxis]) -> list[tuple[str, int]]:
 
 def tensor_dim(axis: SourceAxis) -> int:
     """The dimension of the tensor that an axis lies on: that of its last view dimension."""
+    if axis.view == axis.tensor_shape and len(axis.dims) == 1:
+        return axis.dims[0]
     merged = view_dims(axis.tensor_shape, axis.view)
     last = [d for d in axis.dims if axis.view[d] > 1][-1]
     return next(i for i, dims in enumerate(merged) if last in dims)
@@ -46,6 +48,8 @@ def _dims(pair: tuple[SourceAxis, Tensor]) -> tuple[int, ...]:
 
 def _indices(axis: SourceAxis, order: Tensor) -> Tensor:
     """Kept positions of an axis as indices of the tensor dimension it lies on."""
+    if axis.view == axis.tensor_shape and len(axis.dims) == 1:
+        return order.clone()
     merged = view_dims(axis.tensor_shape, axis.view)
     dim = tensor_dim(axis)
     dims = merged[dim]

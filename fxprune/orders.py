@@ -75,7 +75,12 @@ class Orders(Algebra):
         self._pinned: set[int] = set()  # parameters whose order is settled, by first label
         self.order: dict[int, Tensor] = {}  # label of an axis -> kept positions in it, in order
         for s in relations.sources:
-            self.order[s.first] = self._compress(torch.arange(s.size).reshape(s.shape), s.labels())
+            if len(s.dims) == 1:
+                stays = self._kept[s.first : s.first + s.size]
+                self.order[s.first] = torch.nonzero(stays).reshape(-1)
+            else:
+                every = torch.arange(s.size).reshape(s.shape)
+                self.order[s.first] = self._compress(every, s.labels())
         self.order |= self._orders
 
     def kept(self, units: Tensor) -> Tensor:
@@ -186,7 +191,7 @@ class Orders(Algebra):
             return True
         for first, second in self._relations.meetings.get(call.node, []):
             kept = self._kept.numpy()[first]
-            if np.array_equal(first[kept], left) and np.array_equal(second[kept], right):
+            if np.array_equal(second[kept], right) and np.array_equal(first[kept], left):
                 return True  # as they stood
         known = [side.astype(np.int64) for side in self._met(call)]
         keys = left.astype(np.int64) * _MANY + right

@@ -117,11 +117,10 @@ class Planner:
                 if matches(key, path, module):
                     return 0.0, f"{path} is in ignore"
         for axis in group.axes:  # norms and the like have no producer of their own
-            path, module = self.owner(axis)
-            if axis.role in ("scale", "stat") and any(
-                matches(key, path, module) for key in self.settings.ignore
-            ):
-                return 0.0, f"{path} is in ignore"
+            if axis.role in ("scale", "stat"):
+                path, module = self.owner(axis)
+                if any(matches(key, path, module) for key in self.settings.ignore):
+                    return 0.0, f"{path} is in ignore"
         if not isinstance(self.settings.sparsity, Mapping):
             return float(self.settings.sparsity), None
         fractions = []

@@ -324,8 +324,7 @@ class Replay(Orders):
         for dims in roles.values():
             axis = self._sources.get((value.name, rank, dims))
             if axis is not None:
-                units = axis.labels().reshape(-1)[self.order[axis.first]]
-                axes.append(Axis(dims, units, source=axis))
+                axes.append(Axis(dims, self.order[axis.first] + axis.first, source=axis))
         if value.name not in self._by_name:
             return Channels(value.spec.shape if view is None else view)
         if rank != len(self._by_name[value.name][0].view):

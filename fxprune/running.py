@@ -104,7 +104,8 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
             for space, before in spaces:
-                _restore(space, before)
+                if space or before:
+                    _restore(space, before)
             with torch.no_grad():
                 for buffer, version, values in buffers:
                     # Batch norms that train write to theirs without telling.

@@ -199,12 +199,12 @@ def traced_attributes(model: nn.Module) -> Iterator[None]:
 
     def wrap(space: dict[str, Any], prefix: str) -> None:
         for key, value in list(space.items()):
-            name = f"{prefix}{key}"
             if key.startswith("_"):
                 continue
             if type(value) is int:
-                new: Any = traced(value, Attribute(name))
+                new: Any = traced(value, Attribute(f"{prefix}{key}"))
             elif type(value) in (tuple, list) and value and all(type(v) is int for v in value):
+                name = f"{prefix}{key}"
                 new = type(value)(traced(v, Attribute(name, i)) for i, v in enumerate(value))
             else:
                 continue
