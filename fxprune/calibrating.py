@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from . import masking
 from .constants import Constants
-from .errors import InputError, PruningError, SettingError
+from .errors import SettingError
 from .fold import Mix, mixed, placed, sink_of
 from .mask import bake
 from .pruning_plan import PruningPlan
@@ -44,15 +44,7 @@ def calibrate(
     readers, notes = find_readers(plan._trace, constants)
     with evaluating(model), torch.no_grad():
         work = (Sequential if mode == "sequential" else Parallel)(plan, model, constants, readers)
-        try:
-            work.run(iter(batches))
-        except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
-            if isinstance(error, PruningError):
-                raise
-            raise InputError(
-                f"calibration: a batch does not run as example_input does: {type(error).__name__}: "
-                f"{error}"
-            ) from error
+        work.run(iter(batches))
     plan._mixes, plan._calibration = work.mixes, uuid.uuid4().hex
     before, plan._folds = plan._folds, plan.folds(model)
     others = [note for note in plan.notes if note not in before.notes]

@@ -13,6 +13,7 @@ from . import tree
 from .channels import Channels
 from .constants import Constants, Read
 from .discover import Relations
+from .errors import InputError
 from .recording import Trace, uses_of
 from .running import bind_inputs
 
@@ -144,7 +145,13 @@ class Run(fx.Interpreter):
         self.inputs = 1 if first is None or not first.dim() else first.shape[0]
 
     def step(self, node: fx.Node, result: Any = None) -> Any:
-        self.env[node] = self.run_node(node) if result is None else result
+        try:
+            self.env[node] = self.run_node(node) if result is None else result
+        except Exception as error:  # whatever the model's own calls raise
+            raise InputError(
+                f"calibration: a batch does not run as example_input does: {type(error).__name__}: "
+                f"{error}"
+            ) from error
         for done in self.user_to_last_uses.get(node, []):
             del self.env[done]
         return self.env.get(node)

@@ -13,12 +13,13 @@ it from the optimal brain surgeon (Hassibi & Stork 1993).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .discover import Relations
 from .fold import placed
@@ -55,21 +56,22 @@ class Reconstruction:
         self, trace: Trace, walk: Everything, batches: Iterable[Any]
     ) -> list[tuple[np.ndarray, Tensor, Tensor]]:
         """For each reader: the class of each channel, Σ, and WᵀW over its output's variance."""
-        rows = [reader.read.axis.shape[:-1] for reader in self.readers]
-        products: list[Products | None] = [None] * len(rows)
+        by_node: dict[fx.Node, list[int]] = {}
+        for i, reader in enumerate(self.readers):
+            by_node.setdefault(reader.read.call.node, []).append(i)
+        products: list[Products | None] = [None] * len(self.readers)
         module = trace.graph_module()
         with evaluating(trace.model):
             for batch in batches:
                 run = Run(module, batch)
                 for node in trace.graph.nodes:
-                    for i, reader in enumerate(self.readers):
-                        if reader.read.call.node is node:
-                            x = reader.samples(run)
-                            if x is None:
-                                continue
-                            x = x.reshape(len(x), _count(rows[i]), -1).movedim(0, 1)
-                            products[i] = products[i] or Products(x.shape[0], x.shape[2])
-                            products[i].add(x)  # type: ignore[union-attr]
+                    for i in by_node.get(node, ()):
+                        x = self.readers[i].samples(run)
+                        if x is not None:
+                            rows = math.prod(self.readers[i].read.axis.shape[:-1])
+                            x = x.reshape(len(x), rows, -1).movedim(0, 1)
+                            into = products[i] = products[i] or Products(rows, x.shape[2])
+                            into.add(x)
                     run.step(node)
         found = []
         for reader, sums in zip(self.readers, products, strict=True):
@@ -167,7 +169,3 @@ class _Problem:
         self.seen.baddbmm_(half, solved, alpha=-1)
         self.seen.baddbmm_(solved.transpose(1, 2), half.transpose(1, 2), alpha=-1)
         self.left.baddbmm_(v, solved, alpha=-1)
-
-
-def _count(rows: tuple[int, ...]) -> int:
-    return int(np.prod(rows, dtype=np.int64))
