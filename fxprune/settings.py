@@ -6,13 +6,14 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from torch import nn
 
 from . import importance
 from .errors import SettingError
+from .scope import SCOPES
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,15 @@ class Settings:
     attention: str
     outputs: tuple[str, ...] | None
     scope: str = "local"
+    min_width: Any = None
+    max_sparsity: Any = None
 
 
 def make_settings(
-    sparsity, ignore, chosen, round_to, bias, exact, attention, outputs, scope="local"
-) -> Settings:
-    values = sparsity.values() if isinstance(sparsity, Mapping) else [sparsity]
-    for value in values:
+    sparsity, ignore, chosen, round_to, bias, exact, attention, outputs, scope="local",
+    min_width=None, max_sparsity=None,
+) -> Settings:  # fmt: skip
+    for value in _values(sparsity):
         if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= float(value) < 1:
             raise SettingError(
                 f"sparsity={value!r} is not a fraction in [0, 1): it is the share of units that go"
@@ -46,13 +49,18 @@ def make_settings(
         raise SettingError(f"exact={exact!r} is neither True nor False")
     if attention not in ("heads", "head_dim"):
         raise SettingError(f"attention={attention!r} is unknown; use 'heads' or 'head_dim'")
-    if scope not in ("local", "global"):
-        raise SettingError(f"scope={scope!r} is unknown; use 'local' or 'global'")
-    if scope == "global" and chosen != "reconstruction":
-        raise SettingError(
-            "scope='global' shares out by predicted errors: pass importance='reconstruction' and "
-            "calibration="
-        )
+    if scope not in SCOPES:
+        raise SettingError(f"scope={scope!r} is unknown; use one of {', '.join(SCOPES)}")
+    for value in _values(min_width):
+        good = (_is(Integral, value) and value > 0) or (_is(Real, value) and 0 < value <= 1)
+        if value is not None and not good:
+            raise SettingError(
+                f"min_width={value!r} is neither a positive integer (units that stay) nor a "
+                "fraction in (0, 1]"
+            )
+    for value in _values(max_sparsity):
+        if value is not None and not (_is(Real, value) and 0 <= value <= 1):
+            raise SettingError(f"max_sparsity={value!r} is not a fraction in [0, 1]")
     if isinstance(ignore, (str, type, nn.Module)):
         ignore = (ignore,)
     elif not isinstance(ignore, Iterable):
@@ -64,7 +72,18 @@ def make_settings(
         outputs = tuple(outputs) if isinstance(outputs, Iterable) else (outputs,)
         if not outputs or not all(isinstance(name, str) for name in outputs):
             raise SettingError(f"outputs={outputs!r} are no names of what the model returns")
-    return Settings(sparsity, names, chosen, round_to, bias, bool(exact), attention, outputs, scope)
+    return Settings(
+        sparsity, names, chosen, round_to, bias, bool(exact), attention, outputs, scope, min_width,
+        max_sparsity,
+    )  # fmt: skip
+
+
+def _is(kind: Any, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _values(setting: Any) -> list[Any]:
+    return list(setting.values()) if isinstance(setting, Mapping) else [setting]
 
 
 def matches(key: Any, path: str, module: nn.Module) -> bool:
@@ -77,11 +96,12 @@ def matches(key: Any, path: str, module: nn.Module) -> bool:
 
 
 def check_names(model: nn.Module, settings: Settings) -> None:
-    """Every key of ``ignore`` and ``sparsity`` has to mean something."""
+    """Every key of ``ignore``, and of settings that are mappings, has to mean something."""
     modules = dict(model.named_modules(remove_duplicate=False))
     keys = {"ignore": settings.ignore}
-    if isinstance(settings.sparsity, Mapping):
-        keys["sparsity"] = tuple(settings.sparsity)
+    for setting in ("sparsity", "min_width", "max_sparsity"):
+        if isinstance(given := getattr(settings, setting), Mapping):
+            keys[setting] = tuple(given)
     for setting, wanted in keys.items():
         for key in wanted:
             if not isinstance(key, (str, type, nn.Module)):

@@ -11,7 +11,8 @@ def test_public_signatures_are_pinned():
     settings = (
         "sparsity: 'float | Mapping[Any, float]' = 0.5, "
         "ignore: 'Iterable[Any] | str | type | nn.Module' = (), importance: 'Any' = 'l2', "
-        "scope: 'str' = 'local', round_to: 'int' = 1, bias: 'str' = 'propagate', "
+        "scope: 'str' = 'local', min_width: 'Any' = None, max_sparsity: 'Any' = None, "
+        "round_to: 'int' = 1, bias: 'str' = 'propagate', "
         "exact: 'bool' = False, "
         "attention: 'str' = 'heads', outputs: 'str | Iterable[str] | None' = None, "
         "patterns: 'Iterable[Pattern]' = (), calibration: 'Iterable[Any] | None' = None, "
