@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any
@@ -41,6 +42,7 @@ class Planner:
 
     constants = Constants  # the second walk
     reconstruction: Reconstruction | None = None  # scores units, where that is asked for
+    example_input: Any = None  # tells inputs from labels, for criteria that need data
 
     def __init__(
         self,
@@ -57,6 +59,12 @@ class Planner:
         self.settings = settings
         self.modules = dict(trace.model.named_modules(remove_duplicate=False))
         self.groups = groups.groups(relations)
+        met: Counter[str] = Counter()
+        self._names: dict[int, str] = {}
+        for group in self.groups:
+            name = self._name(group)
+            met[name] += 1
+            self._names[id(group)] = name if met[name] == 1 else f"{name} ({met[name]})"
         self.scores: dict[int, np.ndarray] = {}
         self.notes: list[tuple[str, str]] = []
         size = int(relations.classes.max()) + 1 if len(relations.classes) else 1
@@ -84,7 +92,16 @@ class Planner:
         self._score([g for g in self.groups if g.frozen is None])
 
     def _score(self, losing: list[groups.Group]) -> None:
-        score = importance.resolve(self.settings.importance)
+        if self.reconstruction is not None:
+            found = {id(g): self.reconstruction.scores(g.units) for g in losing}
+            self.scores |= {key: each for key, each in found.items() if each is not None}
+        losing = [g for g in losing if id(g) not in self.scores]
+        names = {id(g): self.name(g) for g in self.groups}
+        context = importance.Context(
+            self.trace, self.relations, [], self.example_input, self.settings.attention
+        )
+        axes = {names.pop(id(g)): g.axes for g in losing}
+        scorer = importance.Scorer(self.settings.importance, context, axes, list(names.values()))
         size = len(self.removed)
         slices = {  # once for all groups that have a part in an axis
             a.first: importance.slices(self.trace.tensor(a.name), a, self.relations.of(a), size)
@@ -92,15 +109,13 @@ class Planner:
         }
         index = np.full(size, -1)
         for group in losing:
-            if self.reconstruction is not None:
-                found = self.reconstruction.scores(group.units)
-                if found is not None:
-                    self.scores[id(group)] = found
-                    continue
             index[group.units] = np.arange(len(group.units))
             own = [slices[a.first].among(index, len(group.units)) for a in group.axes]
             index[group.units] = -1
-            self.scores[id(group)] = importance.scores(score, own, self.name(group))
+            try:
+                self.scores[id(group)] = scorer(self.name(group), own)
+            except importance.Unscored as unscored:
+                group.frozen = str(unscored)
 
     def _divide(self, s: float | None = None) -> None:
         """How much each group is asked to lose with the knob at ``s``, by default the sparsity."""
@@ -160,7 +175,11 @@ class Planner:
         return min(fractions, default=0.0), None
 
     def name(self, group: groups.Group) -> str:
-        """The first layer that makes the channels; for those of the input, that reads them."""
+        """The first layer that makes the channels; for those of the input, that reads them. Of
+        several groups of one layer, the later ones have a number."""
+        return self._names[id(group)]
+
+    def _name(self, group: groups.Group) -> str:
         path = self.owner(group.leader)[0] or group.leader.name
         return path if group.producers else f"{path} (input)"
 

@@ -130,6 +130,7 @@ def make_plan(
         found = fusions.find(trace)  # before the first walk: they give nodes another meaning
         relations = discover(trace, attention=settings.attention)
         chooser = planner(trace, relations, settings, trained, found)
+        chooser.example_input = example_input
         if settings.importance == "reconstruction" and batches is not None:
             chooser.reconstruction = Reconstruction(
                 trace, relations, batches, attention=settings.attention
