@@ -131,7 +131,7 @@ def _measure(criterion: _OfGradients, context: Context) -> Measured:
     model = context.trace.model
     axes = [axis for axis in context.axes if axis.role not in ("shift", "stat")]
     places = {axis.first: _Places(context.classes(axis)) for axis in axes}
-    totals = {axis.first: torch.zeros(len(places[axis.first].at)).double() for axis in axes}
+    totals = {axis.first: np.zeros(len(places[axis.first].at)) for axis in axes}
     batches = Batches(criterion.batches, model, context.example_input, criterion.limit, _NAMES)
     names = list(dict.fromkeys(axis.name for axis in axes))
     count = 0
@@ -147,12 +147,12 @@ def _measure(criterion: _OfGradients, context: Context) -> Measured:
                         rows = axis.rows(products[axis.name])
                         found = rows.sum(1) if criterion.joint else rows.square().sum(1)
                         found = places[axis.first].sums(found)
-                        totals[axis.first] += found.square() if criterion.joint else found
+                        totals[axis.first] += found**2 if criterion.joint else found
     values, sizes = {}, {}
     for axis in axes:
         place = places[axis.first]
         values[axis.first], sizes[axis.first] = np.zeros((2, axis.size))
-        values[axis.first][place.at] = criterion.factor * totals[axis.first].numpy() / count
+        values[axis.first][place.at] = criterion.factor * totals[axis.first] / count
         sizes[axis.first][place.at] = 1
         if not np.isfinite(values[axis.first]).all():
             raise SettingError(
@@ -165,13 +165,11 @@ class _Places:
     """Where the slices of each unit lie along an axis; ``at``: the first of each."""
 
     def __init__(self, classes: np.ndarray) -> None:
-        _, self.at, inverse = np.unique(classes, return_index=True, return_inverse=True)
-        self._inverse = torch.from_numpy(inverse.reshape(-1))
+        _, self.at, self._inverse = np.unique(classes, return_index=True, return_inverse=True)
 
-    def sums(self, rows: Tensor) -> Tensor:
-        """Of one value a slice, over the slices of each unit; in float64 on the CPU."""
-        rows = rows.double().cpu()
-        return torch.zeros(len(self.at)).double().index_add(0, self._inverse, rows)
+    def sums(self, rows: Tensor) -> np.ndarray:
+        """Of one value a slice, over the slices of each unit."""
+        return np.bincount(self._inverse, rows.double().cpu().numpy(), len(self.at))
 
 
 def _loss(criterion: _OfGradients, model: nn.Module, batch: Any, example_input: Any) -> Tensor:
