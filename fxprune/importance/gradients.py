@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from .. import tree
 from ..batches import Batches, as_input, labels_of
+from ..channels import SourceAxis
 from ..errors import InputError, ModelError, SettingError
 from ..progress import tracking
 from ..running import bind_inputs, describe, evaluating, read_attribute, tensors_of
@@ -128,48 +129,48 @@ class Fisher(_OfGradients):
 def _measure(criterion: _OfGradients, context: Context) -> Measured:
     """For each axis the mean over samples of what the criterion says of each unit; it stands at the
     unit's first slice."""
-    model = context.trace.model
-    axes = [axis for axis in context.axes if axis.role not in ("shift", "stat")]
-    places = {axis.first: _Places(context.classes(axis)) for axis in axes}
-    totals = {axis.first: np.zeros(len(places[axis.first].at)) for axis in axes}
+    model, words = context.trace.model, type(criterion).__name__
+    totals = [
+        _Total(axis, context.classes(axis), criterion.joint)
+        for axis in context.axes if axis.role not in ("shift", "stat")
+    ]  # fmt: skip
+    names = list(dict.fromkeys(total.axis.name for total in totals))
     batches = Batches(criterion.batches, model, context.example_input, criterion.limit, _NAMES)
-    names = list(dict.fromkeys(axis.name for axis in axes))
     count = 0
-    words = type(criterion).__name__
     with differentiating(model, names), tracking(words, criterion.limit) as track:
         for batch in track(batches.whole()):
             for sample in criterion.samples(batch):
                 loss = _loss(criterion, model, sample, context.example_input)
                 products = _products(model, names, loss)
                 count += 1
-                for axis in axes:
-                    if axis.name in products:
-                        rows = axis.rows(products[axis.name])
-                        found = rows.sum(1) if criterion.joint else rows.square().sum(1)
-                        found = places[axis.first].sums(found)
-                        totals[axis.first] += found**2 if criterion.joint else found
+                for total in totals:
+                    if total.axis.name in products:
+                        total.add(products[total.axis.name])
     values, sizes = {}, {}
-    for axis in axes:
-        place = places[axis.first]
-        values[axis.first], sizes[axis.first] = np.zeros((2, axis.size))
-        values[axis.first][place.at] = criterion.factor * totals[axis.first] / count
-        sizes[axis.first][place.at] = 1
-        if not np.isfinite(values[axis.first]).all():
-            raise SettingError(
-                f"{type(criterion).__name__}: the gradients of {axis.name} hold inf or NaN"
-            )
+    for total in totals:
+        if not np.isfinite(total.values).all():
+            raise SettingError(f"{words}: the gradients of {total.axis.name} hold inf or NaN")
+        value, size = np.zeros((2, total.axis.size))
+        value[total.at], size[total.at] = criterion.factor * total.values / count, 1
+        values[total.axis.first], sizes[total.axis.first] = value, size
     return Measured(values, sizes)
 
 
-class _Places:
-    """Where the slices of each unit lie along an axis; ``at``: the first of each."""
+class _Total:
+    """Over samples, what the slices along an axis say of each unit: ``values``. ``at``: where the
+    first slice of each lies."""
 
-    def __init__(self, classes: np.ndarray) -> None:
+    def __init__(self, axis: SourceAxis, classes: np.ndarray, joint: bool) -> None:
+        self.axis, self._joint = axis, joint
         _, self.at, self._inverse = np.unique(classes, return_index=True, return_inverse=True)
+        self.values = np.zeros(len(self.at))
 
-    def sums(self, rows: Tensor) -> np.ndarray:
-        """Of one value a slice, over the slices of each unit."""
-        return np.bincount(self._inverse, rows.double().cpu().numpy(), len(self.at))
+    def add(self, product: Tensor) -> None:
+        """Weight times gradient, of one sample."""
+        rows = self.axis.rows(product)
+        rows = rows.sum(1) if self._joint else rows.square().sum(1)
+        found = np.bincount(self._inverse, rows.double().cpu().numpy(), len(self.at))
+        self.values += found**2 if self._joint else found
 
 
 def _loss(criterion: _OfGradients, model: nn.Module, batch: Any, example_input: Any) -> Tensor:
