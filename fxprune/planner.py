@@ -227,9 +227,9 @@ class Planner:
             if group.frozen is not None or self.asked.get(id(group), 1.0) > 0:
                 continue
             contender = self._contender(group)
-            if contender.least == contender.width:
-                group.frozen = "min_width and max_sparsity keep all its units"
-            elif any(self.asked.values()) and not contender.own:
+            if not contender.most(self.settings.round_to):
+                group.frozen = "no smaller width is within min_width, max_sparsity and round_to"
+            elif contender.own is None and any(self.asked.values()):
                 group.frozen = "its units score higher than those that go in its place"
 
     def _why_nothing_goes(self, group: groups.Group) -> str:

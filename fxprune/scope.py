@@ -56,6 +56,10 @@ class Contender:
     def width(self) -> int:
         return len(self.choice.units)
 
+    def most(self, round_to: int = 1) -> float:
+        """The largest fraction that can go."""
+        return int(_Steps.of(self, round_to).asks[-1]) / self.width
+
 
 def fractions(
     groups: Sequence[Contender],
@@ -91,8 +95,7 @@ def fractions(
                 asked[i] = fraction
     for i, group in enumerate(groups):
         if group.least > 1 and asked[i] > 0:
-            most = _Steps.of(group, round_to).most
-            asked[i] = min(asked[i], most / group.width)
+            asked[i] = min(asked[i], group.most(round_to))
     return asked
 
 
@@ -134,10 +137,6 @@ class _Steps:
     sizes: np.ndarray
     prices: np.ndarray
     asks: np.ndarray
-
-    @property
-    def most(self) -> int:
-        return int(self.asks[-1])
 
     @classmethod
     def of(cls, group: Contender, round_to: int) -> _Steps:

@@ -113,7 +113,7 @@ def test_global_takes_the_fraction_of_all_units_where_scores_are_least(s):
 def test_a_group_that_keeps_everything_says_why():
     plan = fxprune.plan(loud(), X.float(), sparsity=0.25, scope="global", min_width={"0": 8})
     reasons = {g.name: g.frozen for g in plan.groups}
-    assert reasons["0"] == "min_width and max_sparsity keep all its units"
+    assert reasons["0"] == "no smaller width is within min_width, max_sparsity and round_to"
     assert reasons["6"] == "its units score higher than those that go in its place"
     assert dict(plan.skipped)["6"] == reasons["6"] and lost(plan)["6"] == 0
 
