@@ -56,10 +56,12 @@ def plan(
             stay whole, with all that is coupled to them. A layer whose inputs and outputs both
             lose s of their units keeps (1 - s)² of its parameters and multiply-accumulates.
         ignore: module names, globs, types or modules whose output channels all stay.
-        importance: ``"l2"``, ``"l1"``, ``"random"``, ``"fpgm"`` or a callable
-            (:mod:`fxprune.importance`); the lowest scores go. With ``calibration``,
-            ``"reconstruction"`` keeps the units from which the layers behind can best predict the
-            others (:mod:`fxprune.reconstruction`).
+        importance: what scores units; the lowest go. A name (``"l2"``, ``"l1"``, ``"lamp"``,
+            ``"fpgm"``, ``"bn_scale"``, ``"random"``), a criterion of :mod:`fxprune.importance`
+            (``Taylor(batches, loss=...)``), a function of your own, or a mapping from group names
+            or globs to these or to scores. With ``calibration``, ``"reconstruction"`` keeps the
+            units from which the layers behind can best predict the others
+            (:mod:`fxprune.reconstruction`).
         scope: ``"local"``: every group loses the same fraction. ``"global"``: all units of all
             groups compete by their scores, and that fraction of all of them goes; with
             ``importance="reconstruction"`` groups lose more or less of their units, where it

@@ -143,10 +143,11 @@ class _Steps:
         n = group.width
         gone = n - group.choice.kept_counts(np.arange(n + 1) / n, round_to)
         reached, asks = np.unique(gone[n - gone >= group.least], return_index=True)
-        sums = np.append(0.0, np.cumsum(np.sort(group.choice.scores)))
         sizes = np.diff(reached)
-        prices = np.diff(sums[reached]) / np.maximum(sizes, 1)
-        return cls(sizes, prices, asks)
+        if not len(sizes):
+            return cls(sizes, np.zeros(0), asks)
+        lowest = np.sort(group.choice.scores)[: reached[-1]]
+        return cls(sizes, np.add.reduceat(lowest, reached[:-1]) / sizes, asks)
 
 
 def structure(group: Group, modules: Mapping[str, nn.Module]) -> Hashable:
