@@ -59,12 +59,7 @@ class Planner:
         self.settings = settings
         self.modules = dict(trace.model.named_modules(remove_duplicate=False))
         self.groups = groups.groups(relations)
-        met: Counter[str] = Counter()
-        self._names: dict[int, str] = {}
-        for group in self.groups:
-            name = self._name(group)
-            met[name] += 1
-            self._names[id(group)] = name if met[name] == 1 else f"{name} ({met[name]})"
+        self._names = self._unique_names()
         self.scores: dict[int, np.ndarray] = {}
         self.notes: list[tuple[str, str]] = []
         size = int(relations.classes.max()) + 1 if len(relations.classes) else 1
@@ -179,9 +174,15 @@ class Planner:
         several groups of one layer, the later ones have a number."""
         return self._names[id(group)]
 
-    def _name(self, group: groups.Group) -> str:
-        path = self.owner(group.leader)[0] or group.leader.name
-        return path if group.producers else f"{path} (input)"
+    def _unique_names(self) -> dict[int, str]:
+        met: Counter[str] = Counter()
+        names = {}
+        for group in sorted(self.groups, key=lambda g: g.frozen is not None):
+            name = self.owner(group.leader)[0] or group.leader.name
+            name = name if group.producers else f"{name} (input)"
+            met[name] += 1
+            names[id(group)] = name if met[name] == 1 else f"{name} ({met[name]})"
+        return names
 
     def owner(self, axis: SourceAxis) -> tuple[str, nn.Module]:
         path = axis.name.rpartition(".")[0]
