@@ -29,8 +29,8 @@ class Net(nn.Module):
             else:
                 setattr(self, name, layer)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self, *args, **kwargs)
+    def forward(self, x: Tensor) -> Any:  # of one argument, as symbolic tracers want it
+        return self.run(self, x)
 
 
 IMAGE, TOKENS, VECTOR, WORDS = "image", "tokens", "vector", "words"
@@ -42,9 +42,8 @@ def construct(name: str, reads: str, **layers: Callable[[], Any]) -> Callable[[F
     """Note a forward function as a construct; layers are made anew for every network."""
 
     def note(forward: Forward) -> Forward:
-        made = {key: layer for key, layer in layers.items()}
         CONSTRUCTS[name] = (
-            reads, lambda: Net(forward, **{key: layer() for key, layer in made.items()})
+            reads, lambda: Net(forward, **{key: layer() for key, layer in layers.items()})
         )  # fmt: skip
         return forward
 
