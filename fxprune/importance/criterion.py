@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,7 @@ class Measured:
         return Member(values, sizes, s.role == "out")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Criterion:
     """Scores units by all slices that go with them, in every layer that they are coupled with.
 
@@ -70,6 +70,16 @@ class Criterion:
     def __post_init__(self) -> None:
         check_choice("reduce", self.reduce, REDUCE)
         check_choice("normalize", self.normalize, NORMALIZE)
+
+    def __repr__(self) -> str:
+        """What is not by default; functions by name."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
+        defaults = {f.name: f.default for f in fields(self)}
+        shown = [
+            f"{name}={getattr(value, '__name__', None) or repr(value)}"
+            for name, value in given.items() if value is not defaults[name]
+        ]  # fmt: skip
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def prepare(self, context: Context) -> Importance:
         """What scores groups of a model: the criterion itself, unless it needs data."""

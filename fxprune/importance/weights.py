@@ -14,7 +14,7 @@ from .reduction import Member
 from .slices import Slices
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Magnitude(Criterion):
     """The size of a unit's weights: (mean of |w|ⁿ over all slices)^(1/n).
 
@@ -53,7 +53,7 @@ class Magnitude(Criterion):
         return found if self.order in (1, math.inf) else found ** (1 / self.order)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LAMP(Magnitude):
     """A unit's share of the squared weights that are at least as large: mᵤ / Σ (m_v: m_v ≥ mᵤ).
 
@@ -73,7 +73,7 @@ class LAMP(Magnitude):
         return scores
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class FPGM(Criterion):
     """Sum of the distances to the other units: those near the geometric median go first, for the
     others can stand for them. Distances are Euclidean, over all slices that make the units.
@@ -98,7 +98,7 @@ class FPGM(Criterion):
         return np.sqrt(squared).sum(1)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BNScale(Criterion):
     """The mean |γ| of the norms that scale a unit; where no norm does, the group stays whole.
 
@@ -114,7 +114,7 @@ class BNScale(Criterion):
         return found
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Random(Criterion):
     """Random scores: the baseline that every criterion has to beat. The same at every call.
 
