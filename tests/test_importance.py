@@ -232,7 +232,8 @@ def test_an_importance_that_raises_is_named():
     (lambda: Magnitude(order=0), "order=0"), (lambda: Magnitude(order=True), "order=True"),
     (lambda: Magnitude(reduce="avg"), "reduce='avg' is none of 'mean'"),
     (lambda: LAMP(normalize="means"), "did you mean 'mean'"),
-    (lambda: Random(seed=-1), "seed=-1"),
+    (lambda: Random(seed=-1), "seed=-1"), (lambda: FPGM(reduce="max"), "FPGM has no reduce"),
+    (lambda: Random(normalize="mean"), "Random has no normalize"),
 ])  # fmt: skip
 def test_criteria_say_what_they_cannot_be(make, words):
     with pytest.raises(fxprune.SettingError, match=words):

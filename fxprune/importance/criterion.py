@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -64,10 +64,14 @@ class Criterion:
             with a unit; ``"std"`` subtracts the mean and divides by the standard deviation.
     """
 
+    without: ClassVar[tuple[str, ...]] = ()  # arguments that mean nothing here
     reduce: str = "mean"
     normalize: str | None = None
 
     def __post_init__(self) -> None:
+        for name, usual in (("reduce", "mean"), ("normalize", None)):
+            if name in self.without and getattr(self, name) != usual:
+                raise SettingError(f"{type(self).__name__} has no {name}")
         check_choice("reduce", self.reduce, REDUCE)
         check_choice("normalize", self.normalize, NORMALIZE)
 

@@ -23,7 +23,7 @@ class Magnitude(Criterion):
     (arXiv 2301.12900).
 
     Args:
-        order: n, any positive number; ``math.inf`` for the largest weight.
+        order: n, any positive number; ``math.inf`` for the largest weight of each layer.
         reduce, normalize: see :class:`Criterion`; ``reduce="sum"`` with order n is the Lₙ norm of
             everything that goes with the unit.
     """
@@ -81,6 +81,8 @@ class FPGM(Criterion):
     He et al., "Filter Pruning via Geometric Median" (arXiv 1811.00250). It has no ``reduce``.
     """
 
+    without = ("reduce",)
+
     def score(self, group: list[Slices], count: int, data: Measured | None) -> np.ndarray:
         made = [s for s in group if s.role == "out"] or group
         squared = np.zeros((count, count))
@@ -122,6 +124,7 @@ class Random(Criterion):
         seed: of numpy's generator, together with the names of the group's parameters.
     """
 
+    without = ("reduce", "normalize")
     seed: int | None = None
 
     def __post_init__(self) -> None:
