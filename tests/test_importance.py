@@ -241,7 +241,9 @@ def test_criteria_say_what_they_cannot_be(make, words):
 
 
 @pytest.mark.parametrize("importance, words", [
-    ("lapm", "bn_scale, fpgm, l1, l2, lamp, random, reconstruction"), (Magnitude, r"Magnitude\("),
+    ("lapm", "bn_scale, fpgm, l1, l2, lamp, random, reconstruction"),
+    ("taylor", r"needs data: pass fxprune.importance.Taylor\(batches, loss="),
+    (Magnitude, r"Magnitude\("),
     ({"frist": "l1"}, "'frist' matches no group; did you mean 'first'"),
     ({nn.Conv2d: "l1"}, "is no group name"), ({"first": "reconstruction"}, "the one group 'first'"),
     ({"first": torch.ones(7)}, r"shape \(7,\) for group 'first'; it has 8 units"),

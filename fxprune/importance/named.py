@@ -25,6 +25,13 @@ NAMED: dict[str, Criterion] = {
     "bn_scale": BNScale(),
     "random": Random(),
 }
+_WITH_DATA = {
+    "taylor": "Taylor(batches, loss=...)",
+    "fisher": "Fisher(batches, loss=...)",
+    "activation": "Activation(batches)",
+    "apoz": "Activation(batches, statistic='apoz')",
+    "wanda": "Wanda(batches)",
+}
 
 
 def resolve(importance: Any) -> Any:
@@ -44,6 +51,11 @@ def resolve(importance: Any) -> Any:
         raise SettingError(f"importance={name} is a class; pass an instance: {name}(...)")
     if callable(importance):
         return importance
+    if isinstance(importance, str) and importance.lower() in _WITH_DATA:
+        wanted = _WITH_DATA[importance.lower()]
+        raise SettingError(
+            f"importance={importance!r} needs data: pass fxprune.importance.{wanted}"
+        )
     known = ", ".join([*sorted(NAMED), "reconstruction"])
     raise SettingError(
         f"importance={importance!r} is unknown; use one of {known}, a criterion of "
