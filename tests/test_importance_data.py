@@ -314,6 +314,7 @@ def test_what_goes_wrong_is_said_and_leaves_the_model_alone(make, error, words):
     (lambda: Taylor(BATCHES), "needs one of loss="),
     (lambda: Fisher(BATCHES, loss=F.cross_entropy, forward=breaks), "needs one of loss="),
     (lambda: Taylor(BATCHES, loss="mse"), "loss='mse' is no function"),
+    (lambda: Taylor(BATCHES, loss=nn.MSELoss), "loss=MSELoss is a class"),
     (lambda: Activation(BATCHES, statistic="mean"), "statistic='mean'"),
 ])  # fmt: skip
 def test_criteria_say_what_they_cannot_be(make, words):

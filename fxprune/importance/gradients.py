@@ -43,6 +43,8 @@ class _OfGradients(Criterion):
             )
         for name in ("loss", "forward"):
             given = getattr(self, name)
+            if isinstance(given, type):
+                raise SettingError(f"{name}={given.__name__} is a class; pass {given.__name__}()")
             if given is not None and not callable(given):
                 raise SettingError(f"{name}={given!r} is no function")
 
