@@ -60,6 +60,7 @@ class Methods:
     def __init__(self, real: Real, seed: int, **settings: Any) -> None:
         self.real, self.seed, self.settings = real, seed, settings
         self._scores: dict[str, Any] = {}
+        self._wanted: dict[float, float] = {}
 
     def prune(self, name: str, sparsity: float) -> nn.Module:
         """The network with as much work as if every group had lost the share ``sparsity``."""
@@ -68,7 +69,9 @@ class Methods:
             importance = CRITERIA[criterion](self.real, self.seed)
             self._scores[criterion] = scores(self._plan(0.0, importance=importance))
         chosen = {"importance": self._scores[criterion], "scope": scope}
-        wanted = work(self.real, self._small(sparsity))
+        if sparsity not in self._wanted:
+            self._wanted[sparsity] = work(self.real, self._small(sparsity))
+        wanted = self._wanted[sparsity]
         share, off = self._search(
             lambda s: work(self.real, self._small(s, **chosen)), wanted, sparsity
         )
