@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import fusions, groups, importance
+from . import fusions, groups, importance, kept
 from .assembling import assemble
 from .channels import SourceAxis
 from .code import CannotRewrite, Code, rewrite
@@ -18,6 +18,7 @@ from .discover import Relations
 from .faults import Fault
 from .fold import folds
 from .orders import Mismatch
+from .owed import Owed
 from .pruning_plan import PruningPlan
 from .reconstruction import Reconstruction
 from .recording import Trace
@@ -129,7 +130,10 @@ class Planner:
             if not found:
                 return 0.0, f"sparsity does not name {path}"
             fractions.append(found[0])
-        return min(fractions, default=0.0), None
+        fraction = min(fractions, default=0.0)
+        if isinstance(self.settings.sparsity, Owed):  # of what the group had at first
+            fraction = self.settings.sparsity.share(kept.members(group.axes), fraction)
+        return fraction, None
 
     def name(self, group: groups.Group) -> str:
         """The first layer that makes the channels; for those of the input, that reads them."""
