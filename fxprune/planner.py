@@ -334,7 +334,11 @@ class Planner:
     def _freeze_fault(self, fault: Fault, why: str) -> None:
         place = fault.line.rpartition("/")[2]
         units = fault.units
-        if not units.size:  # an attribute of its own: it was set for these
+        others = [u for name in fault.attributes() for u in self.set_for.get(name, ())]
+        alone = np.setdiff1d(np.concatenate(others), units) if others else units[:0]
+        if alone.size:  # what is wrong here has been set for them
+            units = alone
+        elif not units.size:  # an attribute of its own: it was set for these
             units = np.concatenate([u for found in self.set_for.values() for u in found])
         self._freeze(units, f"{fault.words}, and {why}", place, fault.line)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from numbers import Real
@@ -76,12 +76,13 @@ class Pruner:
             ``"once"``: how the sparsity gets to ``sparsity``, in ``steps`` steps. Or the
             sparsities themselves: a function of the number of the step (1, 2, …;
             :mod:`fxprune.schedules` has some), or a sequence, whose last one stays.
-        steps: how many calls of :meth:`step` it takes to the final sparsity.
+        steps: how many calls of :meth:`step` it takes to the final sparsity; by default 1.
         also: models of the same kind that shrink as ``model`` does: averages of it, bare or
             wrapped (:class:`torch.optim.swa_utils.AveragedModel`). Constants of each are its own.
         verify: prove each step, as :func:`fxprune.prune` does, before anything changes.
-        settings: those of :func:`fxprune.plan`, used at each step for a new plan. A sparsity counts
-            the units that a group had before the first step.
+        settings: those of :func:`fxprune.plan`, used at each step for a new plan of the model as it
+            is. A sparsity counts the units that a group had before the first step; with a ``scope``
+            in which groups lose more or less, it is what all have lost together.
 
     Attributes:
         kept: for each tensor that has changed, ``{dim: LongTensor}`` of the indices that are left
@@ -101,23 +102,21 @@ class Pruner:
         optimizer: Any = None,
         schedule: str | Callable[[int], float] | Sequence[float] = "cubic",
         steps: int | None = None,
-        also: Iterable[nn.Module] | nn.Module = (),
+        also: Iterable[nn.Module] | nn.Module | None = None,
         verify: bool = True,
         **settings: Any,
     ) -> None:
         check_model(model, example_input)
         if is_masked(model):
             raise ModelError("a masked model cannot be pruned in place; plan.apply(model) first")
-        _check_settings(settings)
+        settings = _checked(settings)
         if not isinstance(verify, bool):
             raise SettingError(f"verify={verify!r} is neither True nor False")
         self.model, self.example_input, self.verify = model, example_input, verify
-        self.settings, self._last = settings, settings.get("sparsity", 0.5)
-        self.steps, self._share = _scheduled(schedule, steps, settings)
-        if not isinstance(schedule, str):
-            self._last = 1.0  # of what the schedule says
+        self.settings = settings
+        self.steps, self._last, self._share = _scheduled(schedule, steps, settings)
         self.optimizers = check_optimizers(optimizer, model)
-        several = [also] if isinstance(also, nn.Module) else also
+        several = [also] if isinstance(also, nn.Module) else also or ()
         self.also = [_unwrapped(other, model) for other in several]
         self.kept: dict[str, dict[int, Tensor]] = {}
         self.history: list[PrunerStep] = []
@@ -183,9 +182,9 @@ class Pruner:
     def _planned(self, number: int) -> PruningPlan | None:
         """A new plan for the model as it is; None where nothing has to go."""
         share, before = self._share(number), self._share(number - 1) if number > 1 else 0.0
-        if not share:
-            return None
         settings = dict(self.settings)
+        if not share or ("target" in settings and number > 1):
+            return None
         last, scope = self._last, settings.get("scope", "local")
         if "target" not in settings and scope == "local":
             wanted = _each(last, lambda s: s * share)
@@ -291,18 +290,23 @@ def _each(
     return function(sparsity)
 
 
-def _check_settings(settings: dict[str, Any]) -> None:
+def _checked(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a plan, for more plans than one."""
     for name in settings:
         if name not in _SETTINGS:
             near = get_close_matches(name, _SETTINGS, 1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_SETTINGS)}"
             raise SettingError(f"{name} is no setting of a plan; {hint}")
+    return {
+        name: tuple(value) if isinstance(value, Iterator) and name != "calibration" else value
+        for name, value in settings.items() if value is not None
+    }  # fmt: skip
 
 
 def _scheduled(
     schedule: Any, steps: int | None, settings: dict[str, Any]
-) -> tuple[int | None, Callable[[int], float]]:
-    """How many steps there are, None where that is not known, and the share at each."""
+) -> tuple[int | None, float | Mapping[Any, float], Callable[[int], float]]:
+    """How many steps there are, None where that is not known; a sparsity, and its share at each."""
     if isinstance(schedule, str):
         if schedule not in _NAMED:
             known = ", ".join(map(repr, _NAMED))
@@ -315,17 +319,17 @@ def _scheduled(
         if steps > 1 and (schedule == "once" or "target" in settings):
             why = "schedule='once'" if schedule == "once" else "a target"
             raise SettingError(f"steps={steps}: {why} takes one step")
-        return steps, _NAMED[schedule](steps)
-    for name, value in {"steps": steps, "sparsity": settings.get("sparsity")}.items():
-        if value is not None:
+        return steps, last, _NAMED[schedule](steps)
+    for name, value in {"steps": steps, **settings}.items():
+        if name in ("steps", "sparsity", "target") and value is not None:
             raise SettingError(f"{name}={value!r}: the schedule says that itself")
     if callable(schedule):
-        return None, schedule
+        return None, 1.0, schedule
     if not isinstance(schedule, Sequence) or not len(schedule):
         raise SettingError(f"schedule={schedule!r} is no name, function or sequence of sparsities")
     values = tuple(schedule)
     _check_fractions(values)
-    return len(values), lambda number: values[min(number, len(values)) - 1]
+    return len(values), 1.0, lambda number: values[min(number, len(values)) - 1]
 
 
 def _check_fractions(values: Iterable[Any]) -> None:
