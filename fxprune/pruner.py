@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from numbers import Real
 from typing import Any
 
 import torch
@@ -26,14 +25,9 @@ from .pruning_plan import PruningPlan
 from .replanning import OTHER, chosen, plan_again
 from .rewrite import Journal, apply_with_journal, make_parameter, undoing
 from .running import read_attribute
-from .schedules import cubic, linear, one_shot
+from .schedules import shares
 
 _SETTINGS = [*inspect.signature(plan).parameters][2:]
-_NAMED: dict[str, Callable[[int], Callable[[int], float]]] = {
-    "once": lambda steps: one_shot(1.0, at=1),
-    "linear": lambda steps: linear(1.0, steps),
-    "cubic": lambda steps: cubic(1.0, steps),
-}
 
 
 @dataclass(frozen=True)
@@ -114,7 +108,7 @@ class Pruner:
             raise SettingError(f"verify={verify!r} is neither True nor False")
         self.model, self.example_input, self.verify = model, example_input, verify
         self.settings = settings
-        self.steps, self._last, self._share = _scheduled(schedule, steps, settings)
+        self.steps, self._last, self._share = shares(schedule, steps, settings)
         self.optimizers = check_optimizers(optimizer, model)
         several = [also] if isinstance(also, nn.Module) else also or ()
         self.also = [_unwrapped(other, model) for other in several]
@@ -301,41 +295,6 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
         name: tuple(value) if isinstance(value, Iterator) and name != "calibration" else value
         for name, value in settings.items() if value is not None
     }  # fmt: skip
-
-
-def _scheduled(
-    schedule: Any, steps: int | None, settings: dict[str, Any]
-) -> tuple[int | None, float | Mapping[Any, float], Callable[[int], float]]:
-    """How many steps there are, None where that is not known; a sparsity, and its share at each."""
-    if isinstance(schedule, str):
-        if schedule not in _NAMED:
-            known = ", ".join(map(repr, _NAMED))
-            raise SettingError(f"schedule={schedule!r} is unknown; use {known} or sparsities")
-        last = settings.get("sparsity", 0.5)
-        _check_fractions(last.values() if isinstance(last, Mapping) else [last])
-        steps = 1 if steps is None else steps
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            raise SettingError(f"steps={steps!r} is not a positive integer")
-        if steps > 1 and (schedule == "once" or "target" in settings):
-            why = "schedule='once'" if schedule == "once" else "a target"
-            raise SettingError(f"steps={steps}: {why} takes one step")
-        return steps, last, _NAMED[schedule](steps)
-    for name, value in {"steps": steps, **settings}.items():
-        if name in ("steps", "sparsity", "target") and value is not None:
-            raise SettingError(f"{name}={value!r}: the schedule says that itself")
-    if callable(schedule):
-        return None, 1.0, schedule
-    if not isinstance(schedule, Sequence) or not len(schedule):
-        raise SettingError(f"schedule={schedule!r} is no name, function or sequence of sparsities")
-    values = tuple(schedule)
-    _check_fractions(values)
-    return len(values), 1.0, lambda number: values[min(number, len(values)) - 1]
-
-
-def _check_fractions(values: Iterable[Any]) -> None:
-    for value in values:
-        if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= float(value) < 1:
-            raise SettingError(f"sparsity={value!r} is not a fraction in [0, 1)")
 
 
 def _unwrapped(other: nn.Module, model: nn.Module) -> nn.Module:

@@ -97,7 +97,7 @@ def undoing() -> Iterator[Journal]:
 
 def _assign(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
     tensor.grad = None
-    if tensor.requires_grad and data.shape != tensor.shape:
+    if tensor.requires_grad:
         # A loss that is still alive keeps what adds up the tensor's gradient, for the old shape.
         # Autograd makes a new one where the dtype changes, so it does on the way.
         other = torch.float16 if tensor.dtype == torch.float32 else torch.float32

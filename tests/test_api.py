@@ -53,7 +53,7 @@ def test_all_exports_are_pinned_and_exist():
     assert fxprune.__all__ == [
         "BenchmarkResult", "ChannelGroup", "InputError", "ModelError", "Pattern", "PatternError",
         "PlanError", "ProofError", "Pruner", "PruningError", "PruningPlan", "PruningWarning",
-        "SettingError", "benchmark", "check_pattern", "compact", "masks", "pattern", "patterns", "plan", "prune",
-        "recalibrate_batchnorm", "register", "trace", "unregister",
+        "SettingError", "benchmark", "check_pattern", "compact", "masks", "pattern", "patterns",
+        "plan", "prune", "recalibrate_batchnorm", "register", "trace", "unregister",
     ]  # fmt: skip
     assert all(hasattr(fxprune, name) for name in fxprune.__all__)

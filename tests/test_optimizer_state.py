@@ -286,11 +286,13 @@ def test_weights_that_a_parametrization_computes_begin_anew_with_a_warning():
     for make in (OPTIMIZERS["adamw"], OPTIMIZERS["adagrad"]):
         model = copy.deepcopy(net)
         optimizer = make(model.parameters())
-        model(ROWS).sum().backward()
+        loss = model(ROWS).sum()
+        loss.backward()
         optimizer.step()
         with pytest.warns(PruningWarning, match="new optimizer state: 0.weight"):
             fxprune.Pruner(model, ROWS, optimizer=optimizer).step()
-        model(ROWS).sum().backward()
+        loss = model(ROWS).sum()  # while the last one is alive
+        loss.backward()
         optimizer.step()
         state = optimizer.state[model[0].parametrizations.weight.original1]
         assert int(state["step"]) == 1 and int(optimizer.state[model[2].weight]["step"]) == 2
