@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .check import check_model
 from .errors import ModelError, PlanError, PruningWarning, SettingError, warn
 from .fold import Folds
+from .importance import resolve
 from .kept import composed
 from .mask import is_masked
 from .optimizer_state import check_optimizers, cuts, install, regroup
@@ -125,6 +126,8 @@ class Pruner:
         plain.pop("target", None)
         if plain.get("importance") == "reconstruction":
             plain |= {"importance": "l2", "scope": "local"}
+        elif not isinstance(plain.get("importance"), str):  # it may look at data
+            plain["importance"] = "l2"
         sparsity = plain.get("sparsity")
         nothing = dict.fromkeys(sparsity, 0.0) if isinstance(sparsity, Mapping) else 0.0
         return plan(self.model, self.example_input, **plain | {"sparsity": nothing})
@@ -291,6 +294,7 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
             near = get_close_matches(name, _SETTINGS, 1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_SETTINGS)}"
             raise SettingError(f"{name} is no setting of a plan; {hint}")
+    resolve(settings.get("importance", "l2"))
     return {
         name: tuple(value) if isinstance(value, Iterator) and name != "calibration" else value
         for name, value in settings.items() if value is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -400,8 +401,8 @@ def test_warnings_that_are_errors_change_nothing():
     optimizer.step()
     steps = fxprune.Pruner(model, X, optimizer=optimizer)
     before, state = Snapshot(model), held(optimizer)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("warnings.filters", [("error", None, PruningWarning, None, 0)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PruningWarning)
         with pytest.raises(PruningWarning, match="new optimizer state"):
             steps.step()
     assert before.differences() == [] and same(state, held(optimizer))
@@ -418,6 +419,7 @@ def test_what_cannot_be_is_said_before_any_training():
         ({"schedule": [0.5], "steps": 2}, "says that itself"), ({"schedule": []}, "sequence"),
         ({"schedule": [0.5], "sparsity": 0.5}, "says that itself"), ({"schedule": 3}, "sequence"),
         ({"schedule": [0.5, 1.0]}, "not a fraction"), ({"round_to": 0}, "positive"),
+        ({"importance": 3}, "importance=3 is unknown"),
         ({"also": [net]}, "no other model"), ({"also": nn.Linear(2, 2)}, "no other model"),
     ):  # fmt: skip
         with pytest.raises(SettingError, match=message):
