@@ -6,12 +6,13 @@ state.
     python benchmarks/training.py --json training.json --plot training.png
 
 The network "clothes" of real.py learns Fashion-MNIST from its beginning, with AdamW and with SGD
-with momentum, at a constant learning rate. After ``--at`` steps half of its channels go, all at
-once. There are three ways from there, with the same weights and the same batches:
+with momentum, at a constant learning rate. After ``--at`` steps half of its channels go: all at
+once, or with ``--prunings 10`` a tenth of them at a time, ten steps apart. There are three ways
+from there, with the same weights and the same batches:
 
 * not pruned;
 * state cut: ``fxprune.Pruner`` cuts the optimizer's state as it cuts the parameters;
-* state new: the same pruned network, and a new optimizer.
+* state new: the same pruned network, and each time a new optimizer.
 
 "before" is the mean training loss of the last 20 steps before pruning, "after" that of the first
 20 behind it, "end" that of the last 20; "accuracy" is on the 10,000 test images. Each is the mean
@@ -36,7 +37,7 @@ from torch.nn import functional as F
 
 import fxprune
 
-NEAR = 20  # steps
+NEAR, APART = 20, 10  # steps
 Optimizer = torch.optim.Optimizer
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=2e-3),
@@ -71,7 +72,9 @@ def train(
     return losses
 
 
-def runs(data: Data, name: str, seed: int, at: int, steps: int, sparsity: float) -> list[Run]:
+def runs(
+    data: Data, name: str, seed: int, at: int, steps: int, sparsity: float, prunings: int
+) -> list[Run]:
     """Train to step ``at``, and from there in each way."""
     torch.manual_seed(seed)
     model = ConvNet()
@@ -80,13 +83,21 @@ def runs(data: Data, name: str, seed: int, at: int, steps: int, sparsity: float)
     found = []
     for way in WAYS:
         net, its = copy.deepcopy((model, optimizer))
+        batches, losses = islice(data.batches(seed), at, steps), list(first)
         if way != "not pruned":
-            fxprune.Pruner(net, data.test[0][:2], optimizer=its, sparsity=sparsity).step()
-        if way == "state new":
-            its = OPTIMIZERS[name](net)
-        rest = train(net, its, islice(data.batches(seed), at, steps))
+            pruner = fxprune.Pruner(
+                net, data.test[0][:2], optimizer=its, sparsity=sparsity, schedule="linear",
+                steps=prunings,
+            )  # fmt: skip
+            for i in range(prunings):
+                pruner.step()
+                if way == "state new":
+                    pruner.optimizers = [its := OPTIMIZERS[name](net)]
+                if i < prunings - 1:
+                    losses += train(net, its, islice(batches, APART))
+        losses += train(net, its, batches)
         size = sum(p.numel() for p in net.parameters())
-        found.append(Run(name, way, seed, size, data.accuracy(net), first + rest))
+        found.append(Run(name, way, seed, size, data.accuracy(net), losses))
     return found
 
 
@@ -127,6 +138,7 @@ def main() -> None:
     parser.add_argument("--at", type=int, default=200, help="the step after which to prune")
     parser.add_argument("--steps", type=int, default=400, help="in all")
     parser.add_argument("--sparsity", type=float, default=0.5)
+    parser.add_argument("--prunings", type=int, default=1, help="to get there")
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     if args.threads:
@@ -136,7 +148,7 @@ def main() -> None:
     jobs = [(name, seed) for name in OPTIMIZERS for seed in range(args.seeds)]
     found = [
         run for name, seed in each(jobs, console, lambda job: f"{job[0]}, seed {job[1]}")
-        for run in runs(data, name, seed, args.at, args.steps, args.sparsity)
+        for run in runs(data, name, seed, args.at, args.steps, args.sparsity, args.prunings)
     ]  # fmt: skip
     table = grid("optimizer", "way", "parameters", *places(args.at), "accuracy", left=2)
     for name in OPTIMIZERS:
@@ -151,7 +163,7 @@ def main() -> None:
     console.print(table)
     where = machine()
     console.print(described(where))
-    asked = {"at": args.at, "steps": args.steps, "sparsity": args.sparsity}
+    asked = {key: vars(args)[key] for key in ("at", "steps", "sparsity", "prunings")}
     save(args.json, where, **asked, runs=[asdict(run) for run in found])
     draw(found, args.plot, args.at)
 
