@@ -24,6 +24,7 @@ from .errors import (
 from .pattern_check import check_pattern
 from .pattern_types import Pattern, pattern
 from .planning import plan
+from .pruner import Pruner
 from .pruning_plan import ChannelGroup, PruningPlan
 from .recorder import trace
 from .registry import register, unregister
@@ -38,6 +39,7 @@ __all__ = [
     "PatternError",
     "PlanError",
     "ProofError",
+    "Pruner",
     "PruningError",
     "PruningPlan",
     "PruningWarning",

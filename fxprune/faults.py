@@ -37,8 +37,12 @@ class Fault:
     def words(self) -> str:
         raise NotImplementedError
 
+    def attributes(self) -> Iterator[str]:
+        """The attributes that its numbers are, and nothing else."""
+        return iter(())
+
     def proposals(self) -> Iterator[Proposal]:
-        """The attributes that would mend it: those that a number is, and nothing else."""
+        """Those of them that would mend it."""
         return iter(())
 
 
@@ -70,7 +74,16 @@ class WrongSize(AtNode):
         computed, needed = shown(self.computed), shown(self.needed)
         return f"the code computes {computed} where it has to be {needed}"
 
+    def attributes(self) -> Iterator[str]:
+        return (name for name, _, _, _ in self._numbers())
+
     def proposals(self) -> Iterator[Proposal]:
+        for name, index, known, needed in self._numbers():
+            if known != needed:
+                yield name, index, needed
+
+    def _numbers(self) -> Iterator[tuple[str, int | None, Any, int]]:
+        """Sizes that are attributes: name, index, what it was when recorded, what it has to be."""
         position, name = self.place
         node: Any = self.node  # fx types an argument as one of a dozen things
         given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
@@ -84,8 +97,7 @@ class WrongSize(AtNode):
                 argument, index = argument.args  # type: ignore[assignment]
             if argument.op == "get_attr":
                 known = argument.meta["spec"]
-                if (known if index is None else known[index]) != needed:
-                    yield str(argument.target), index, needed
+                yield str(argument.target), index, known if index is None else known[index], needed
 
 
 @dataclass

@@ -38,6 +38,26 @@ def by_dimension(replay: Replay, relations: Relations) -> dict[str, dict[int, Te
     return result
 
 
+def composed(old: dict[int, Tensor], new: dict[int, Tensor], rows: int) -> dict[int, Tensor]:
+    """What of a tensor is left after two cuts, each as :func:`by_dimension` gives it; the tensor
+    has ``rows`` rows between them."""
+    result = {**old, **new}
+    for dim in old:
+        known, fresh = old[dim], new.get(dim)
+        if known.dim() == 2:  # a row for each group, of which some may have gone
+            group = new.get(0, torch.arange(rows)) // (rows // len(known))
+            known = known[group.unique_consecutive()]
+            if fresh is None:
+                result[dim] = known
+            elif fresh.dim() == 2:
+                result[dim] = known.gather(1, fresh)
+            else:
+                result[dim] = known[:, fresh]
+        elif fresh is not None:
+            result[dim] = known[fresh]
+    return result
+
+
 def _changes(axis: SourceAxis, order: Tensor) -> bool:
     return order.numel() != axis.size or bool((order.reshape(-1) != torch.arange(axis.size)).any())
 

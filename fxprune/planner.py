@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import fusions, groups, importance
+from . import fusions, groups, importance, kept
 from .assembling import assemble
 from .channels import SourceAxis
 from .code import CannotRewrite, Code, rewrite
@@ -21,6 +21,7 @@ from .discover import Relations
 from .faults import Fault
 from .fold import folds
 from .orders import Mismatch
+from .owed import Owed
 from .pruning_plan import PruningPlan
 from .reconstruction import Reconstruction
 from .recording import Trace
@@ -167,7 +168,10 @@ class Planner:
             if not found:
                 return 0.0, f"sparsity does not name {path}"
             fractions.append(found[0])
-        return min(fractions, default=0.0), None
+        fraction = min(fractions, default=0.0)
+        if isinstance(self.settings.sparsity, Owed):  # of what the group had at first
+            fraction = self.settings.sparsity.share(kept.members(group.axes), fraction)
+        return fraction, None
 
     def name(self, group: groups.Group) -> str:
         """The first layer that makes the channels; for those of the input, that reads them. Of
@@ -389,7 +393,11 @@ class Planner:
     def _freeze_fault(self, fault: Fault, why: str) -> None:
         place = fault.line.rpartition("/")[2]
         units = fault.units
-        if not units.size:  # an attribute of its own: it was set for these
+        others = [u for name in fault.attributes() for u in self.set_for.get(name, ())]
+        alone = np.setdiff1d(np.concatenate(others), units) if others else units[:0]
+        if alone.size:  # what is wrong here has been set for them
+            units = alone
+        elif not units.size:  # an attribute of its own: it was set for these
             units = np.concatenate([u for found in self.set_for.values() for u in found])
         self._freeze(units, f"{fault.words}, and {why}", place, fault.line)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,27 +40,38 @@ class Journal:
 
     def data(self, tensor: Tensor, new: Tensor) -> None:
         old, grad = tensor.data, tensor.grad
-        self._undo.append(lambda: _restore(tensor, old, grad))
-        tensor.grad = None  # of the old shape
-        tensor.data = new
+        self._undo.append(lambda: _assign(tensor, old, grad))
+        _assign(tensor, new, None)  # the gradient is of the old shape
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
-        space = vars(owner)
-        old, had = space.get(name), name in space
+        self.item(vars(owner), name, value)
+
+    def item(self, space: MutableMapping[Any, Any], key: Any, value: Any) -> None:
+        old, had = space.get(key), key in space
 
         def undo() -> None:
             if had:
-                space[name] = old
+                space[key] = old
             else:
-                space.pop(name, None)
+                space.pop(key, None)
 
         self._undo.append(undo)
-        space[name] = value
-
-    def item(self, space: dict[str, Any], key: str, value: Any) -> None:
-        old = space.get(key)
-        self._undo.append(lambda: space.__setitem__(key, old))
         space[key] = value
+
+    def drop(self, space: MutableMapping[Any, Any], key: Any) -> None:
+        old = dict(space)  # with its order
+
+        def undo() -> None:
+            space.clear()
+            space.update(old)
+
+        self._undo.append(undo)
+        space.pop(key, None)
+
+    def entries(self, items: list[Any], new: list[Any]) -> None:
+        old = list(items)
+        self._undo.append(lambda: items.__setitem__(slice(None), old))
+        items[:] = new
 
     def cls(self, module: nn.Module, cls: type) -> None:
         old = type(module)
@@ -72,7 +84,24 @@ class Journal:
         self._undo.clear()
 
 
-def _restore(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
+@contextmanager
+def undoing() -> Iterator[Journal]:
+    """A journal whose assignments are taken back where anything inside raises."""
+    journal = Journal()
+    try:
+        yield journal
+    except BaseException:
+        journal.rollback()
+        raise
+
+
+def _assign(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
+    tensor.grad = None
+    if tensor.requires_grad:
+        # A loss that is still alive keeps what adds up the tensor's gradient, for the old shape.
+        # Autograd makes a new one where the dtype changes, so it does on the way.
+        other = torch.float16 if tensor.dtype == torch.float32 else torch.float32
+        tensor.data = tensor.data.new_empty(0, dtype=other)
     tensor.data = data
     tensor.grad = grad
 
@@ -84,9 +113,15 @@ def apply(plan: Any, model: nn.Module, *, inplace: bool = False) -> nn.Module:
 
 
 def apply_with_journal(
-    plan: Any, model: nn.Module, *, inplace: bool, folds: Folds | None = None
+    plan: Any,
+    model: nn.Module,
+    *,
+    inplace: bool,
+    folds: Folds | None = None,
+    journal: Journal | None = None,
 ) -> tuple[nn.Module, Journal]:
-    """The pruned model, and for ``inplace`` the way back. ``folds`` are those of ``model``."""
+    """The pruned model, and for ``inplace`` the way back. ``folds`` are those of ``model``; where a
+    ``journal`` is given, an exception takes back all that stands in it."""
     folded = isinstance(model, nn.Module) and has_predictions(plan, model)
     if isinstance(model, nn.Module) and is_masked(model):
         if inplace:
@@ -94,7 +129,7 @@ def apply_with_journal(
         model = copy_model(model)
         bake(model)
     check_fits(plan, model)
-    journal = Journal()
+    journal = journal or Journal()
     with torch.no_grad(), uncollected():
         change = build(plan, model, folds or plan.folds(model, mixes=not folded))
         if not inplace:
@@ -159,7 +194,7 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
             new = new + deltas[name].to(new).reshape(new.shape)
         if name in plan.kept:
             new = shrink(new, axes[name], plan._replay)
-        new = new.contiguous(memory_format=_memory_format(old))
+        new = new.contiguous(memory_format=memory_format(old))
         if new.data_ptr() == old.data_ptr():
             new = new.clone()
         path, _, attribute = name.rpartition(".")
@@ -213,7 +248,7 @@ def _carried(weight: Tensor, carry: Carry) -> Tensor:
     return (seen + total * axis.laid(onto.to(seen))).reshape(weight.shape)
 
 
-def _memory_format(tensor: Tensor) -> torch.memory_format:
+def memory_format(tensor: Tensor) -> torch.memory_format:
     for rank, form in ((4, torch.channels_last), (5, torch.channels_last_3d)):
         dense = tensor.dim() != rank or tensor.is_contiguous()
         if not dense and tensor.is_contiguous(memory_format=form):
@@ -233,10 +268,7 @@ def _install(change: Change, model: nn.Module, journal: Journal, *, in_place: bo
             journal.data(original, original.data)  # right_inverse writes into them
         setattr(module, attribute, new)
     for (path, attribute), new in change.made.items():
-        module = model.get_submodule(path)
-        requires_grad = next(module.parameters()).requires_grad
-        made = nn.Parameter(new, requires_grad=requires_grad)
-        journal.item(module._parameters, attribute, made)
+        _make(model.get_submodule(path), attribute, new, journal)
     for (path, attribute), value in change.attributes.items():
         owner = read_attribute(model, path) if path else model
         journal.attribute(owner, attribute, value)
@@ -244,3 +276,16 @@ def _install(change: Change, model: nn.Module, journal: Journal, *, in_place: bo
         journal.cls(model.get_submodule(path), cls)
     for path, refresh in change.refresh.items():
         refresh(model.get_submodule(path))
+
+
+def _make(module: nn.Module, attribute: str, new: Tensor, journal: Journal) -> None:
+    requires_grad = next(module.parameters()).requires_grad
+    made = nn.Parameter(new, requires_grad=requires_grad)
+    journal.item(module._parameters, attribute, made)
+
+
+def make_parameter(model: nn.Module, name: str, shape: Sequence[int], journal: Journal) -> None:
+    """A parameter of zeros where the model has none, as those beside it are."""
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    _make(module, attribute, next(module.parameters()).new_zeros(shape), journal)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,49 @@ def _growing(
 def _fraction(value: float) -> None:
     if not 0 <= value <= 1:
         raise SettingError(f"sparsity={value!r} is not in [0, 1]")
+
+
+_NAMED: dict[str, Callable[[int], Schedule]] = {
+    "once": lambda steps: one_shot(1.0, at=1),
+    "linear": lambda steps: linear(1.0, steps),
+    "cubic": lambda steps: cubic(1.0, steps),
+}
+
+
+def shares(
+    schedule: Any, steps: int | None, settings: dict[str, Any]
+) -> tuple[int | None, float | Mapping[Any, float], Schedule]:
+    """What :class:`fxprune.Pruner` is told: how many steps there are, None where that is not known;
+    a sparsity, and its share at each."""
+    if isinstance(schedule, str):
+        if schedule not in _NAMED:
+            known = ", ".join(map(repr, _NAMED))
+            raise SettingError(f"schedule={schedule!r} is unknown; use {known} or sparsities")
+        last = settings.get("sparsity", 0.5)
+        _check_fractions(last.values() if isinstance(last, Mapping) else [last])
+        steps = 1 if steps is None else steps
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise SettingError(f"steps={steps!r} is not a positive integer")
+        if steps > 1 and (schedule == "once" or "target" in settings):
+            why = "schedule='once'" if schedule == "once" else "a target"
+            raise SettingError(f"steps={steps}: {why} takes one step")
+        return steps, last, _NAMED[schedule](steps)
+    for name, value in {"steps": steps, **settings}.items():
+        if name in ("steps", "sparsity", "target") and value is not None:
+            raise SettingError(f"{name}={value!r}: the schedule says that itself")
+    if callable(schedule):
+        return None, 1.0, schedule
+    if not isinstance(schedule, Sequence) or not len(schedule):
+        raise SettingError(f"schedule={schedule!r} is no name, function or sequence of sparsities")
+    values = tuple(schedule)
+    _check_fractions(values)
+    return len(values), 1.0, lambda number: values[min(number, len(values)) - 1]
+
+
+def _check_fractions(values: Iterable[Any]) -> None:
+    for value in values:
+        if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= float(value) < 1:
+            raise SettingError(f"sparsity={value!r} is not a fraction in [0, 1)")
 
 
 class MaskScheduler:

@@ -50,7 +50,9 @@ def multihead(a, call):
     last = len(inputs[0].shape) - 1
     inputs = [a.freeze_dims(x, range(last), "attention runs along them", call) for x in inputs]
     # What a mask cannot cut stays: the sizes of the other dimension are worked out.
-    cut = (-1, m.head_dim) if a.attention == "heads" else (m.num_heads, -1)
+    wide = m.out_proj.weight.shape[1] // m.num_heads  # head_dim is not set by cutting
+    by_heads = a.attention == "heads" if min(m.num_heads, wide) > 1 else m.num_heads > 1
+    cut = (-1, wide) if by_heads else (m.num_heads, -1)  # one of a kind cannot be lost
     q, k, v = projections(a, call, inputs, cut)
     tokens = [call.tensor(name, {"stat": (2, 3)}, call.view_of(name, (1, 1, *cut)))
               for name in ("bias_k", "bias_v") if getattr(m, name) is not None]  # fmt: skip

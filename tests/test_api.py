@@ -39,6 +39,12 @@ def test_public_signatures_are_pinned():
         "channels_last: 'bool' = False, threads: 'int | None' = None, seconds: 'float' = 1.0) "
         "-> 'BenchmarkResult'"
     )
+    assert str(inspect.signature(fxprune.Pruner)) == (
+        f"{head}, *, optimizer: 'Any' = None, "
+        "schedule: 'str | Callable[[int], float] | Sequence[float]' = 'cubic', "
+        "steps: 'int | None' = None, also: 'Iterable[nn.Module] | nn.Module | None' = None, "
+        "verify: 'bool' = True, **settings: 'Any') -> 'None'"
+    )
     for name, rest in (("mask", ""), ("apply", ", *, inplace: 'bool' = False")):
         found = str(inspect.signature(getattr(fxprune.PruningPlan, name)))
         assert found == f"(self, model: 'nn.Module'{rest}) -> 'nn.Module'"
@@ -47,8 +53,9 @@ def test_public_signatures_are_pinned():
 def test_all_exports_are_pinned_and_exist():
     assert fxprune.__all__ == [
         "BenchmarkResult", "ChannelGroup", "InputError", "ModelError", "Pattern", "PatternError",
-        "PlanError", "ProofError", "PruningError", "PruningPlan", "PruningWarning", "SettingError",
-        "benchmark", "check_pattern", "compact", "importance", "masks", "pattern", "patterns",
+        "PlanError", "ProofError", "Pruner", "PruningError", "PruningPlan", "PruningWarning",
+        "SettingError", "benchmark", "check_pattern", "compact", "importance", "masks", "pattern",
+        "patterns",
         "plan", "prune", "recalibrate_batchnorm", "register", "trace", "unregister",
     ]  # fmt: skip
     assert all(hasattr(fxprune, name) for name in fxprune.__all__)

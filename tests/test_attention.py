@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import types
 
 import pytest
 import torch
@@ -467,3 +468,56 @@ def test_30_a_narrow_attention_is_saved_copied_trained_and_pruned_again():
     smaller = again.apply(small)
     assert smaller.encoder.layers[0].self_attn.num_heads == 1
     assert fxprune.proof.prove(again, small, smaller, x) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "heads, how", [(1, "heads"), (2, "heads"), (3, "heads"), (1, "head_dim"), (2, "head_dim")]
+)
+def test_multihead_attention_is_pruned_again_and_again_down_to_one_head_and_further(heads, how):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 3)
+            self.attention = nn.MultiheadAttention(12, heads, batch_first=True)
+
+        def forward(self, x):
+            y = torch.relu(self.up(x))
+            return self.down(y + self.attention(y, y, y, need_weights=False)[0])
+
+    torch.manual_seed(0)
+    block, inner = Block(), 12
+    for _ in range(3):
+        _, block = check(block, tokens(), attention=how)
+        assert block.attention.out_proj.in_features < inner
+        inner = block.attention.out_proj.in_features
+
+
+def test_heads_of_a_size_that_others_share_keep_it_and_nothing_else_has_to():
+    """Queries, keys and values are cut up by one attribute; keys are scaled slice by slice."""
+
+    class MultiQuery(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = nn.Linear(12, 16), nn.Linear(12, 4), nn.Linear(12, 4)
+            self.o, self.head_dim = nn.Linear(16, 12), 4
+
+        def forward(self, x, place):
+            place.shape = x.shape  # so it cannot be written anew
+            shape = (*x.shape[:-1], -1, self.head_dim)
+            q, k, v = (f(x).view(shape).transpose(1, 2) for f in (self.q, self.k, self.v))
+            y = F.scaled_dot_product_attention(q, k * torch.arange(1, 5), v, enable_gqa=True)
+            return self.o(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.attention, self.down = nn.Linear(6, 12), MultiQuery(), nn.Linear(12, 3)
+
+        def forward(self, x):
+            y = torch.relu(self.up(x))
+            return self.down(y + self.attention(y, types.SimpleNamespace()))
+
+    plan, _ = check(Whole(), tokens())
+    assert pruned_units(plan, "up") == (12, 6, None)
+    width, gone, why = pruned_units(plan, "attention.v")
+    assert (width, gone) == (4, 0) and "the code computes" in why
