@@ -85,3 +85,17 @@ def test_methods_are_compared_at_equal_work():
         assert abs(methods.work(net, made.prune(name, 0.5)) / wanted - 1) <= methods.FAR, name
     with pytest.raises(methods.Impossible, match="no sparsity leaves"):
         made.prune("bn_scale local", 0.5)
+
+
+@pytest.mark.parametrize("prunings", [1, 2])
+def test_the_ways_to_prune_in_training_share_all_that_was_before(prunings, monkeypatch):
+    training, digits = importlib.import_module("training"), importlib.import_module("digits")
+    monkeypatch.setattr(training, "APART", 2)
+    part = (torch.rand(8 * digits.BATCH, 1, 28, 28), torch.zeros(8 * digits.BATCH).long())
+    runs = training.runs(digits.Data(part, part), "AdamW", 0, 3, 8, 0.5, prunings)
+    assert [run.way for run in runs] == ["not pruned", "state cut", "state new"]
+    whole, cut, new = runs
+    assert {len(run.losses) for run in runs} == {8}
+    assert whole.losses[:3] == cut.losses[:3] == new.losses[:3]
+    assert cut.losses[3] == new.losses[3] and cut.losses[4:] != new.losses[4:]
+    assert cut.parameters == new.parameters < whole.parameters / 3
