@@ -38,6 +38,7 @@ class Read:
     border: str
     out: SourceAxis | None  # the weight's axis that makes the outputs
     arrive: Tensor  # labels of the channels that it reads, laid out like ``axis``
+    expected: Tensor | None = None  # what dead channels said in the mean, where that is asked for
 
 
 class Constants(Algebra):
@@ -63,6 +64,7 @@ class Constants(Algebra):
         attention: str = "heads",
     ) -> None:
         super().__init__(trace, attention=attention)
+        self.given = (trace, relations, removed, silent, model)
         self._sources = {(s.name, s.view, s.dims): s for s in relations.sources}
         self._makers = {s.name: s for s in relations.sources if s.role == "out"}
         self._before = relations.values
@@ -73,10 +75,15 @@ class Constants(Algebra):
         self._model = model
         self.reads: list[Read] = []
         self.lost: list[tuple[np.ndarray, str]] = []  # units whose constant no layer can take
+        self.normed = False  # whether a norm tells what removed channels said in the mean
 
     def removed(self, units: Tensor) -> Tensor:
         """For each label, whether the mask switches its unit off."""
         return self._removed[units]
+
+    def is_silent(self, units: Tensor) -> Tensor:
+        """For each label, whether the mask takes its unit's biases too."""
+        return self._silent[units]
 
     def is_removed(self, axis: SourceAxis) -> Tensor:
         """For each slice of a parameter axis, whether the mask switches it off."""
@@ -97,7 +104,7 @@ class Constants(Algebra):
             axis = self._sources.get((value.name, view, dims))
             if axis is not None:
                 units = axis.labels()
-                axes.append(Axis(dims, units, self._born(axis, units), source=axis))
+                axes.append(Axis(dims, units, self.born(axis, units), source=axis))
         return Channels(view, tuple(axes), self._one(value))
 
     def blank(self, call: Call, value: float | None) -> Channels:
@@ -114,7 +121,7 @@ class Constants(Algebra):
             return None
         return float(self.read(value.name))
 
-    def _born(self, axis: SourceAxis, units: Tensor) -> Tensor:
+    def born(self, axis: SourceAxis, units: Tensor) -> Tensor:
         """Constants of a parameter's own slices under the mask."""
         if axis.role == "in":
             return torch.full(units.shape, torch.nan, dtype=torch.float64)
@@ -147,10 +154,10 @@ class Constants(Algebra):
                 continue
             value = torch.zeros((), dtype=torch.float64)
             for axis in axes:  # several only where another operand joins them
-                array = axis.over(range(len(shape)), _or_nan(axis))
+                array = axis.over(range(len(shape)), or_nan(axis))
                 value = value + array if len(axes) == 1 else array * torch.nan
                 border = border or axis.border
-                known = known & ~axis.over(dims, torch.isnan(_or_nan(axis)))
+                known = known & ~axis.over(dims, torch.isnan(or_nan(axis)))
             tensors.append(torch.nan_to_num(value))
             at_border.append(torch.zeros_like(value) if axes[0].border else tensors[-1])
         zero = self._zero_products(call, operands, touched, dims, known.shape)
@@ -169,7 +176,7 @@ class Constants(Algebra):
         if call.pattern is not None and call.pattern.product:
             for axes in touched:
                 if len(axes) == 1:
-                    zero = zero | (axes[0].over(dims, _or_nan(axes[0])) == 0)
+                    zero = zero | (axes[0].over(dims, or_nan(axes[0])) == 0)
         return zero
 
     def _meet_scalar(self, operands, function):
@@ -196,7 +203,7 @@ class Constants(Algebra):
                 weight, other = left, right
             reads = weight.source is not None and weight.source.role == "in"
             if weight.source is not None and reads and set(other.dims) <= set(weight.dims):
-                constant = other.over(weight.dims, _or_nan(other)).expand(weight.units.shape)
+                constant = other.over(weight.dims, or_nan(other)).expand(weight.units.shape)
                 border = border or ("padding" if other.border else "")
                 out = self._makers.get(weight.source.name)
                 arrive = other.over(weight.dims).expand(weight.units.shape)
@@ -211,7 +218,7 @@ class Constants(Algebra):
         """Dead channels of two activations add the product of their constants: it has to be 0; but
         in sums that are dead themselves, as those of a removed head are."""
         dims = tuple(sorted({*left.dims, *right.dims}))
-        a, b = (axis.over(dims, _or_nan(axis)) for axis in (left, right))
+        a, b = (axis.over(dims, or_nan(axis)) for axis in (left, right))
         units = left.over(dims)
         removed = self._removed[units] & self._removed[right.over(dims)]
         over = [i for i, d in enumerate(dims) if d in summed]
@@ -227,7 +234,7 @@ class Constants(Algebra):
 
     def needs_zero(self, call: Call, x: Channels, dims: Iterable[int]) -> None:
         for axis in x.touching(dims):
-            dead = self._removed[axis.units] & (_or_nan(axis) != 0)
+            dead = self._removed[axis.units] & (or_nan(axis) != 0)
             if dead.any():
                 classes = torch.unique(self._classes[axis.units[dead]])
                 self.lost.append((classes.numpy(), call.name))
@@ -239,10 +246,10 @@ class Constants(Algebra):
         for operand in (x, w):
             for other in operand.touching(axis.dims):
                 if set(other.dims) <= set(axis.dims):
-                    array = other.over(axis.dims, _or_nan(other))
+                    array = other.over(axis.dims, or_nan(other))
                     zero = zero | (array == 0)
                 else:
-                    array = _or_nan(other) == 0
+                    array = or_nan(other) == 0
                     over = tuple(i for i, d in enumerate(other.dims) if d not in axis.dims)
                     rest = tuple(d for d in other.dims if d in axis.dims)
                     folded = array.all(dim=over) if len(over) == 1 else array.amin(dim=over).bool()
@@ -252,7 +259,7 @@ class Constants(Algebra):
 
     def reduced(self, axis: Axis) -> Axis:
         """A reduction over other dimensions keeps a zero; of other constants it is not sure."""
-        zero = _or_nan(axis) == 0
+        zero = or_nan(axis) == 0
         return replace(axis, constant=torch.where(zero, 0.0, torch.nan).double(), border=False)
 
     def levelled(self, call: Call, x: Channels, y: Channels, dims: Iterable[int]) -> Channels:
@@ -284,7 +291,7 @@ class Constants(Algebra):
                 dead = self._removed[axis.units]
                 value = torch.zeros(axis.units.shape, dtype=torch.float64)
                 for other in constant.touching(axis.dims) if constant is not None else ():
-                    value = other.over(axis.dims, _or_nan(other)).expand(axis.units.shape)
+                    value = other.over(axis.dims, or_nan(other)).expand(axis.units.shape)
                 axis = replace(axis, constant=torch.where(dead, value, torch.nan), border=False)
             else:
                 axis = replace(axis, constant=None)
@@ -308,6 +315,12 @@ class Constants(Algebra):
             axes.append(axis)
         return replace(x, axes=tuple(axes))
 
+    def standardised(
+        self, call: Call, y: Channels, mean: Channels | None, deviation: Channels | None
+    ) -> Channels:
+        self.normed = self.normed or any(bool(self._removed[a.units].any()) for a in y.axes)
+        return y
+
     def bordered(self, x: Channels) -> Channels:
         return replace(x, axes=tuple(replace(a, border=True) for a in x.axes))
 
@@ -326,7 +339,7 @@ def _along(said: Tensor, dims: Sequence[int], axis: Axis) -> Tensor:
     return said.reshape(axis.units.shape)
 
 
-def _or_nan(axis: Axis) -> Tensor:
+def or_nan(axis: Axis) -> Tensor:
     if axis.constant is not None:
         return axis.constant
     return torch.full(axis.units.shape, torch.nan, dtype=torch.float64)

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from .channels import SourceAxis
 from .constants import Constants, Read
+from .expected import expect
 from .layout import view_dims
 from .running import tensor_names
 
@@ -103,6 +104,8 @@ def folds(
         carriers: for each unit class, whether it stays as a masked channel.
         skip: weights to leave alone.
     """
+    if bias == "expected":
+        expect(constants)
     result = Folds()
     by_weight: dict[str, list[Read]] = {}
     for read in constants.reads:
@@ -111,10 +114,11 @@ def folds(
     for several in by_weight.values():
         reads = several[:1] if _alike(several) else several
         for read in reads:
+            said = _said(read, several, alike=len(reads) == 1)
             alive = torch.from_numpy(carriers[classes[read.axis.labels().numpy()]])
             gone = read.dead & ~alive
             known = gone & ~torch.isnan(read.constant)
-            nonzero = known & (read.constant != 0)
+            nonzero = known & ((read.constant != 0) | (said != 0))
             if bias == "drop":
                 result.drop(read.axis, gone)
                 continue
@@ -128,7 +132,7 @@ def folds(
                     (read.call.name, "a removed channel is not constant here: its part is dropped")
                 )
             if bool(nonzero.any()):
-                _fold(result, constants, read, nonzero, alive, model, exact)
+                _fold(result, constants, read, said, nonzero, alive, model, exact)
     result.notes = list(dict.fromkeys(result.notes))
     return result
 
@@ -163,8 +167,17 @@ def _alike(reads: list[Read]) -> bool:
     )  # fmt: skip
 
 
-def _fold(result, constants, read, nonzero, alive, model, exact) -> None:
-    constant = torch.where(nonzero, read.constant, 0.0)
+def _said(read: Read, several: list[Read], *, alike: bool) -> Tensor:
+    """What a read's channels say to it: what they emit when masked, or what they said in the mean
+    of all calls, where these are alike."""
+    if not alike or any(other.expected is None for other in several):
+        return read.constant
+    return torch.stack([other.expected for other in several]).mean(0)  # type: ignore[misc]
+
+
+def _fold(result, constants, read, said, nonzero, alive, model, exact) -> None:
+    constant = torch.where(nonzero, said, 0.0)
+    differs = bool((nonzero & (said != read.constant)).any())  # from what the masked model emits
     if read.border and exact:
         carry = _carry(read, constant, alive)
         if carry is not None:
@@ -181,11 +194,12 @@ def _fold(result, constants, read, nonzero, alive, model, exact) -> None:
         return
     path, attribute, name, sign = sink
     delta = sign * delta_of(constants, read, constant)
-    border = bool(read.border)
-    if border:
+    masked_too = bool(read.border) or differs
+    if masked_too:
         result.drop(read.axis, nonzero)
+    if read.border:
         result.notes.append((read.call.name, "constant folded as if its padding continued it"))
-    result.shifts.append(Shift(path, attribute, delta, border, name))
+    result.shifts.append(Shift(path, attribute, delta, masked_too, name))
 
 
 def _carry(read: Read, constant: Tensor, alive: Tensor) -> Carry | None:

@@ -157,6 +157,13 @@ class Meanings:
         """``y``, weighted means of slices of ``x`` along ``dim``: a constant map's constant."""
         return y
 
+    def standardised(
+        self, call: Call, y: Channels, mean: Channels | None, deviation: Channels | None
+    ) -> Channels:
+        """``y``, whose slices had this mean and this standard deviation over the data of training
+        (None: 0 and 1), whatever went in; vectors that were :meth:`Call.tensor` of the call."""
+        return y
+
     def keep_rows(self, x: Channels, dim: int, item: Any) -> None:
         """A part of ``x`` is read by position along ``dim``: of a cut axis no row there goes."""
         axis = x.axis(dim)
