@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from .algebra import Algebra
 from .call import Call, Named, Roles
@@ -38,7 +38,9 @@ class Read:
     border: str
     out: SourceAxis | None  # the weight's axis that makes the outputs
     arrive: Tensor  # labels of the channels that it reads, laid out like ``axis``
-    expected: Tensor | None = None  # what dead channels said in the mean, where that is asked for
+    # Of all channels over the data of training, where that is asked for; NaN where not known.
+    mean: Tensor | None = None
+    variance: Tensor | None = None
 
 
 class Constants(Algebra):
@@ -75,7 +77,8 @@ class Constants(Algebra):
         self._model = model
         self.reads: list[Read] = []
         self.lost: list[tuple[np.ndarray, str]] = []  # units whose constant no layer can take
-        self.normed = False  # whether a norm tells what removed channels said in the mean
+        # Of each norm that makes slices alike in mean and spread, the tensor it knows theirs by.
+        self.norms: dict[fx.Node, str | None] = {}
 
     def removed(self, units: Tensor) -> Tensor:
         """For each label, whether the mask switches its unit off."""
@@ -315,10 +318,9 @@ class Constants(Algebra):
             axes.append(axis)
         return replace(x, axes=tuple(axes))
 
-    def standardised(
-        self, call: Call, y: Channels, mean: Channels | None, deviation: Channels | None
-    ) -> Channels:
-        self.normed = self.normed or any(bool(self._removed[a.units].any()) for a in y.axes)
+    def standardised(self, call, y, mean, deviation, variance):
+        measured = [a.source.name for a in variance.axes if a.source] if variance else []
+        self.norms[call.node] = measured[0] if len(measured) == 1 else None
         return y
 
     def bordered(self, x: Channels) -> Channels:

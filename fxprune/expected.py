@@ -30,23 +30,20 @@ from .channels import FROZEN, Axis, Channels, SourceAxis
 from .constants import Constants, or_nan
 
 DRAWS = 16
-_ROUNDING = 1e-12
 
 
 def expect(constants: Constants) -> None:
-    """Have what a walk read say what its channels said in the mean. They keep what a mask says
-    where no norm tells, or where a draw has no value."""
-    if not constants.normed:
+    """Have what a walk read tell the mean and the variance of its channels."""
+    if not constants.norms:
         return
     walk = Expected(*constants.given, attention=constants.attention)
     walk.every = constants.every
     walk.run()
     for read, drawn in zip(constants.reads, walk.reads, strict=True):
-        mean = torch.where(
-            torch.isnan(drawn.constant), torch.nan, walk.values_of(drawn.constant).mean(0)
-        )
-        near = (mean - read.constant).abs() <= _ROUNDING * (1 + read.constant.abs())
-        read.expected = torch.where(near | torch.isnan(mean), read.constant, mean)
+        values = walk.values_of(drawn.constant)
+        unknown = torch.isnan(drawn.constant)
+        read.mean = torch.where(unknown, torch.nan, values.mean(0))
+        read.variance = torch.where(unknown, torch.nan, values.var(0, correction=0))
 
 
 def normal_points(count: int) -> Tensor:
@@ -129,15 +126,13 @@ class Expected(Constants):
 
     # -- where draws come from ------------------------------------------------------------------
 
-    def standardised(
-        self, call: Call, y: Channels, mean: Channels | None, deviation: Channels | None
-    ) -> Channels:
+    def standardised(self, call, y, mean, deviation, variance):
         points = self._points[torch.from_numpy(self._order.permutation(DRAWS))]
         axes = []
         for axis in y.axes:
             shift, scale = self._unmasked(mean, axis, 0.0), self._unmasked(deviation, axis, 1.0)
-            known = ~torch.isnan(or_nan(axis))
-            says = known & self.removed(axis.units) & ~self.is_silent(axis.units)
+            says = ~self.removed(axis.units)
+            says |= ~torch.isnan(or_nan(axis)) & ~self.is_silent(axis.units)
             if shift is not None and scale is not None and bool(says.any()):
                 constant = or_nan(axis).clone()
                 constant[says] = self._entries(shift[says] + scale[says] * points[:, None])

@@ -16,6 +16,8 @@ from .expected import expect
 from .layout import view_dims
 from .running import tensor_names
 
+_ROUNDING = 1e-12
+
 
 @dataclass
 class Shift:
@@ -114,7 +116,7 @@ def folds(
     for several in by_weight.values():
         reads = several[:1] if _alike(several) else several
         for read in reads:
-            said = _said(read, several, alike=len(reads) == 1)
+            said = read.constant if len(reads) > 1 else _said(several)
             alive = torch.from_numpy(carriers[classes[read.axis.labels().numpy()]])
             gone = read.dead & ~alive
             known = gone & ~torch.isnan(read.constant)
@@ -133,6 +135,8 @@ def folds(
                 )
             if bool(nonzero.any()):
                 _fold(result, constants, read, said, nonzero, alive, model, exact)
+            if len(several) == 1 and read.variance is not None and bool(gone.any()):
+                _quieten(result, constants, read, gone, model)
     result.notes = list(dict.fromkeys(result.notes))
     return result
 
@@ -167,12 +171,31 @@ def _alike(reads: list[Read]) -> bool:
     )  # fmt: skip
 
 
-def _said(read: Read, several: list[Read], *, alike: bool) -> Tensor:
-    """What a read's channels say to it: what they emit when masked, or what they said in the mean
-    of all calls, where these are alike."""
-    if not alike or any(other.expected is None for other in several):
-        return read.constant
-    return torch.stack([other.expected for other in several]).mean(0)  # type: ignore[misc]
+def _said(reads: list[Read]) -> Tensor:
+    """What a layer's channels say to it: what they emit when masked, or where that is known, what
+    they said in the mean of all its calls."""
+    constant = reads[0].constant
+    if any(read.mean is None for read in reads):
+        return constant
+    mean = torch.stack([read.mean for read in reads]).mean(0)  # type: ignore[misc]
+    near = (mean - constant).abs() <= _ROUNDING * (1 + constant.abs())
+    return torch.where(near | torch.isnan(mean), constant, mean)
+
+
+def _quieten(result, constants, read, gone, model) -> None:
+    """A batch norm that is all that reads the layer learns how much less its inputs vary, if
+    channels vary independently."""
+    users = list(read.call.node.users)
+    name = constants.norms.get(users[0]) if len(users) == 1 else None
+    once = list(constants.norms.values()).count(name) == 1
+    if name is None or not once or bool(torch.isnan(read.variance).any()):
+        return
+    before = delta_of(constants, read, read.variance, squared=True)
+    gone = delta_of(constants, read, torch.where(gone, read.variance, 0.0), squared=True)
+    share = torch.where(before > 0, gone / before, 0.0)
+    path, _, attribute = name.rpartition(".")
+    variance = constants.read(name)
+    result.shifts.append(Shift(path, attribute, -share.to(variance) * variance, True, name))
 
 
 def _fold(result, constants, read, said, nonzero, alive, model, exact) -> None:
@@ -215,12 +238,16 @@ def _carry(read: Read, constant: Tensor, alive: Tensor) -> Carry | None:
     return Carry(read.axis, best, factors.reshape(constant.shape))
 
 
-def delta_of(constants: Constants, read: Read, constant: Tensor) -> Tensor:
-    """What the constants add to each live output: Σ W · constant over columns and kernel."""
+def delta_of(
+    constants: Constants, read: Read, constant: Tensor, *, squared: bool = False
+) -> Tensor:
+    """What the constants add to each live output: Σ W · constant over columns and kernel; or what
+    variances add to that of the output: Σ W² · variance."""
     axis = read.axis
     makes = sorted(_making_dims(read))
     w = constants.read(axis.name).reshape(axis.view)
     w = w.float() if w.dtype.itemsize < 4 else w
+    w = w.square() if squared else w
     kernel = [d for d in range(w.dim()) if d not in makes and d not in axis.dims]
     if kernel:
         w = w.sum(kernel)

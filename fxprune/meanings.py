@@ -158,10 +158,16 @@ class Meanings:
         return y
 
     def standardised(
-        self, call: Call, y: Channels, mean: Channels | None, deviation: Channels | None
+        self,
+        call: Call,
+        y: Channels,
+        mean: Channels | None,
+        deviation: Channels | None,
+        variance: Channels | None,
     ) -> Channels:
         """``y``, whose slices had this mean and this standard deviation over the data of training
-        (None: 0 and 1), whatever went in; vectors that were :meth:`Call.tensor` of the call."""
+        (None: 0 and 1), whatever went in, for it was divided by the root of ``variance``. The three
+        are what :meth:`Call.tensor` gives."""
         return y
 
     def keep_rows(self, x: Channels, dim: int, item: Any) -> None:

@@ -22,7 +22,7 @@ def per_channel(a, call, x, names, function, dim=1):
         return function(tensors[0], **dict(zip(given, tensors[1:], strict=True)))
 
     y = a.meet(call, [x, *given.values()], constants, x.shape)
-    return a.standardised(call, y, given.get("bias"), given.get("weight"))
+    return a.standardised(call, y, given.get("bias"), given.get("weight"), given.get("var"))
 
 
 def normaliser(eps):

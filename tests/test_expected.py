@@ -90,7 +90,7 @@ def test_branches_of_a_sum_count_as_independent():
     wanted = mean_of(F.relu, mean, deviation)
     removed = gone(plan, "a")
     read = next(read for read in plan.constants(model).reads if read.axis.name == "last.weight")
-    assert read.expected is None  # asked for when they are folded
+    assert read.mean is None  # asked for when they are folded
     weight = model.last.weight.detach().sum((2, 3))[:, removed]
     found = added(model, plan, plan.apply(model), "last")
     off = found - weight @ wanted[removed]
