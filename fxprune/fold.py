@@ -43,13 +43,14 @@ class Carry:
 class Mix:
     """A weight that reads, in the place of each of its channels, what the kept ones say of it.
 
-    ``matrix`` is (rows, n, n) over the axis, with zeros in the columns of channels that go;
+    ``matrix`` is (rows, n, k) over the axis, from the kept channels at ``index`` (rows, k) to all;
     ``offset`` (rows, n) is what they cannot say, for the bias in ``sink``. ``error`` is the squared
     error of the layer's output, on inputs left out, over the output's variance.
     """
 
     read: Read
     order: Tensor | None  # (n, positions) of the axis' slices, where the same is said of several
+    index: Tensor
     matrix: Tensor
     offset: Tensor
     sink: tuple[str, str, str, float] | None  # as sink_of says it
@@ -142,10 +143,14 @@ def folds(
 
 
 def mixed(weight: Tensor, mix: Mix) -> Tensor:
-    """The weight folded with a prediction: W · A, in each row of the axis."""
+    """The weight folded with a prediction: W · A, in each row of the axis; zeros where channels
+    go."""
     flat = mix.axis.flat(weight)
     seen = placed(flat, mix.order)
-    found = (mix.matrix.to(flat.device).transpose(1, 2) @ seen.double()).to(weight.dtype)
+    matrix = mix.matrix.to(flat.device)
+    folded = (matrix.transpose(1, 2) @ seen.to(matrix.dtype)).to(weight.dtype)
+    index = mix.index.to(flat.device)[:, :, None].expand(-1, -1, seen.shape[2])
+    found = torch.zeros_like(seen).scatter_(1, index, folded)
     if mix.order is not None:
         back = found.reshape(*mix.order.shape, -1)
         found = torch.empty_like(flat)
