@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,16 +136,17 @@ def live_weight(constants: Constants, read: Read) -> Tensor:
 
 
 class Run(fx.Interpreter):
-    """The recorded run on one batch, node by node."""
+    """The recorded run on one batch, node by node. A value lives until the last node that uses it
+    has run."""
 
     def __init__(self, module: fx.GraphModule, batch: Any) -> None:
         super().__init__(module)
         args, kwargs = bind_inputs(batch)
-        self.args_iter = iter([*args, *kwargs.values()])
+        self.args_iter = _taken([*args, *kwargs.values()])
         first = next(tree.tensors((args, kwargs)), None)
         self.inputs = 1 if first is None or not first.dim() else first.shape[0]
 
-    def step(self, node: fx.Node, result: Any = None) -> Any:
+    def step(self, node: fx.Node, result: Any = None) -> None:
         try:
             self.env[node] = self.run_node(node) if result is None else result
         except Exception as error:  # whatever the model's own calls raise
@@ -154,4 +156,11 @@ class Run(fx.Interpreter):
             ) from error
         for done in self.user_to_last_uses.get(node, []):
             del self.env[done]
-        return self.env.get(node)
+        if not node.users:
+            del self.env[node]
+
+
+def _taken(values: list[Any]) -> Iterator[Any]:
+    """The values one after the other, each in nobody's hands afterwards."""
+    while values:
+        yield values.pop(0)

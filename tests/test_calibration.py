@@ -14,6 +14,7 @@ import fxprune
 from fxprune.batches import as_input
 from fxprune.errors import SettingError
 from fxprune.proof import prove
+from fxprune.readers import Run
 from fxprune.regression import Sums
 
 from .test_trace import Net
@@ -520,3 +521,60 @@ def test_where_nothing_has_moved_half_of_the_sums_are_enough():
     a, b = whole.fit(), half.fit()
     assert torch.allclose(a.matrix, b.matrix) and torch.allclose(a.offset, b.offset)
     assert a.error == pytest.approx(b.error)
+
+
+class Flagged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x, options, scale=None):
+        y = torch.tanh(self.first(x)) if options["tanh"] else self.first(x)
+        return self.last(y * 2 if scale is None else y * scale)
+
+
+@pytest.mark.parametrize("other, words", [
+    ({"options": {"tanh": False}, "scale": 2.0}, r"False in the place of True at \['options'\]"),
+    ({"options": {"tanh": True}, "scale": 3.0}, r"3.0 in the place of 2.0 at \['scale'\]"),
+    ({"options": {"tanh": True}, "scale": torch.ones(())}, "a tensor in the place of 2.0"),
+])  # fmt: skip
+def test_a_batch_whose_flags_are_not_those_of_the_recorded_run_is_told(other, words):
+    x = STEPS[:, 0]
+    same = {"x": x, "options": {"tanh": True}, "scale": 2.0}
+    example = {**same, "x": x[:2]}
+    assert fxprune.plan(Flagged().double(), example, calibration=[same])._mixes
+    with pytest.raises(fxprune.InputError, match=words):
+        fxprune.plan(Flagged().double(), example, calibration=[same, {**same, **other}])
+
+
+def test_values_are_let_go_when_their_last_user_has_run(monkeypatch):
+    alive, step = [], Run.step
+
+    def counted(run, node, result=None):
+        step(run, node, result)
+        alive.append(len(run.env))
+
+    monkeypatch.setattr(Run, "step", counted)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(6, 6), nn.Tanh())]
+
+    def forward(s, x):
+        x.sum()  # nobody's
+        return s.body(x)
+
+    model = Net(forward, body=nn.Sequential(*layers, nn.Linear(6, 2))).double()
+    for mode in ("sequential", "parallel"):
+        fxprune.plan(model, STEPS[:2, 0], calibration=[STEPS[:, 0]], calibration_mode=mode)
+    assert len(alive) > 50 and max(alive) <= 2
+
+
+def test_units_that_no_layer_was_seen_to_read_are_chosen_by_their_weights_and_that_is_said():
+    def forward(s, x):
+        y = torch.tanh(s.a(x))
+        return F.linear(torch.tanh(s.b(y)), s.last * 2)
+
+    model = Net(
+        forward, a=nn.Linear(6, 8), b=nn.Linear(8, 8), last=nn.Parameter(torch.randn(3, 8))
+    ).double()
+    plan = fxprune.plan(model, STEPS[:2, 0], calibration=[STEPS[:, 0]], importance="reconstruction")
+    assert ("b", "no layer that reads its units was seen: they are chosen by l2") in plan.notes
+    assert not [note for note in plan.notes if note[0] == "a"]

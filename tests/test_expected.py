@@ -127,6 +127,50 @@ def test_a_model_without_norms_is_pruned_as_by_propagate():
     assert difference(*results) == 0
 
 
+def test_a_norm_behind_learns_how_much_less_varies():
+    torch.manual_seed(0)
+    model = awake(
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3, groups=2),
+            nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 2, 1),
+        )
+    )  # fmt: skip
+    plan = fxprune.plan(model, X, sparsity={"0": 0.5}, bias="expected")
+    mean, deviation = said(model[1])
+    one = mean_of(F.relu, mean, deviation)
+    varies = mean_of(lambda t: F.relu(t).square(), mean, deviation) - one.square()
+    energy = model[3].weight.detach().square().sum((2, 3)).reshape(2, 3, 4)  # groups, out, in
+    share = energy * varies.reshape(2, 1, 4)
+    stays = torch.ones(8, dtype=torch.float64).index_fill_(0, gone(plan), 0.0).reshape(2, 1, 4)
+    wanted = ((share * stays).sum(2) / share.sum(2)).reshape(-1)
+    for result in (plan.apply(model), plan.mask(model)):
+        found = result[4].running_var / model[4].running_var
+        assert torch.allclose(found, wanted, rtol=0.02)
+    again = plan.apply(plan.mask(model))
+    assert torch.equal(again[4].running_var, plan.mask(model)[4].running_var)
+
+
+def test_the_spread_of_what_is_pruned_stays_what_it_was():
+    """On inputs whose channels do vary independently."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32),
+        nn.BatchNorm1d(32), nn.Identity(), nn.Linear(32, 2),
+    ).double()  # fmt: skip
+    nn.init.orthogonal_(model[0].weight)
+    with torch.no_grad():
+        model[1].weight.uniform_(0.5, 2)
+        model[1].bias.normal_()
+    data = torch.randn(4096, 64, dtype=torch.float64)
+    for _ in range(200):
+        model.train()(data)
+    model.eval()
+    for bias, least, most in (("expected", 0.85, 1.15), ("propagate", 0.0, 0.85)):
+        small = fxprune.prune(model, data[:2], sparsity={"0": 0.5}, bias=bias)
+        spread = (small[:5](data).std(0) / model[:5](data).std(0)).mean()
+        assert least < spread < most
+
+
 # -- the masked model says the same -------------------------------------------------------------
 
 
