@@ -137,7 +137,7 @@ def folds(
             if bool(nonzero.any()):
                 _fold(result, constants, read, said, nonzero, alive, model, exact)
             if len(several) == 1 and read.variance is not None and bool(gone.any()):
-                _quieten(result, constants, read, gone, model)
+                _quieten(result, constants, read, gone)
     result.notes = list(dict.fromkeys(result.notes))
     return result
 
@@ -187,7 +187,7 @@ def _said(reads: list[Read]) -> Tensor:
     return torch.where(near | torch.isnan(mean), constant, mean)
 
 
-def _quieten(result, constants, read, gone, model) -> None:
+def _quieten(result, constants, read, gone) -> None:
     """A batch norm that is all that reads the layer learns how much less its inputs vary, if
     channels vary independently."""
     users = list(read.call.node.users)
