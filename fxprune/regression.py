@@ -20,7 +20,7 @@ from torch import Tensor
 # hardly move count for much, and with them what rounding makes of them: not in short numbers.
 RIDGES = (1e-7, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 _LEAST = {torch.float64: 1e-7, torch.float32: 1e-5}
-_FIRST = 1e-3  # to be tried
+_FIRST = 1e-2  # to be tried
 _CHUNK = 8192  # samples of which products are summed at once
 _BLOCK = 1024  # rows of a product that are made at once
 _LEFT_OUT = 4  # every so manieth sample is for choosing the ridge
