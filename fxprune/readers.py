@@ -146,7 +146,7 @@ class Run(fx.Interpreter):
         first = next(tree.tensors((args, kwargs)), None)
         self.inputs = 1 if first is None or not first.dim() else first.shape[0]
 
-    def step(self, node: fx.Node, result: Any = None) -> None:
+    def step(self, node: fx.Node, result: Any = None) -> Any:
         try:
             self.env[node] = self.run_node(node) if result is None else result
         except Exception as error:  # whatever the model's own calls raise
@@ -156,8 +156,7 @@ class Run(fx.Interpreter):
             ) from error
         for done in self.user_to_last_uses.get(node, []):
             del self.env[done]
-        if not node.users:
-            del self.env[node]
+        return self.env[node] if node.users else self.env.pop(node)
 
 
 def _taken(values: list[Any]) -> Iterator[Any]:
