@@ -70,6 +70,7 @@ def drawn(seed: int) -> Callable[[list[Any]], np.ndarray]:
 VARIANTS: dict[str, Callable[[Real, int], dict[str, Any]]] = {
     "drop": lambda real, seed: {"bias": "drop"},
     "propagate": lambda real, seed: {},
+    "expected": lambda real, seed: {"bias": "expected"},
     "exact": lambda real, seed: {"exact": True},
     "l1": lambda real, seed: {"importance": "l1"},
     "fpgm": lambda real, seed: {"importance": "fpgm"},

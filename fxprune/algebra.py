@@ -32,6 +32,7 @@ from .channels import (
 from .layout import broadcast_shape, clusters, pad, place, reshape_groups, shift
 from .meanings import Meanings
 from .recording import Trace, after_write
+from .running import read_from
 from .spec import Spec
 
 _NUMERIC = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod,
@@ -163,7 +164,10 @@ class Algebra(Meanings):
     def _member(self, call: Call, name: str) -> Named | None:
         path, _, key = name.rpartition(".")
         owner = call.module.get_submodule(path) if path else call.module
-        value = getattr(owner, key, None)
+        try:
+            value = read_from(owner, key)
+        except AttributeError:
+            return None
         if not isinstance(value, Tensor):
             return None
         full = self.trace.names.get(id(value))

@@ -29,7 +29,7 @@ def assemble(planner: Planner, replay: Replay) -> PruningPlan:
         skipped=[],
         graph=planner.relations.graph,
         settings=planner.settings,
-        notes=planner.folds.notes + _probed(planner),
+        notes=planner.notes + planner.folds.notes + _probed(planner),
         attributes={
             name: value
             for name, value in planner.attributes.items()

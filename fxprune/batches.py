@@ -13,6 +13,8 @@ from . import tree
 from .errors import InputError, SettingError
 from .running import tensors_of
 
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
 
 class Batches:
     """A user's batches, without labels and on the model's device; they can be gone through twice.
@@ -46,7 +48,9 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._taken():
-            yield self._moved(as_input(batch, self._example, self._name))
+            given = as_input(batch, self._example, self._name)
+            check_plain(given, self._example, self._name)
+            yield self._moved(given)
 
     def whole(self) -> Iterator[Any]:
         """The batches as they are given, labels too."""
@@ -111,3 +115,22 @@ def labels_of(batch: Any, example_input: Any) -> tuple[Any, ...]:
         of_tensors = example_input and not isinstance(example_input[0], (tuple, list))
         return tuple(batch[1:] if nested and of_tensors else batch[len(example_input) :])
     return tuple(batch[1:])
+
+
+def check_plain(batch: Any, example_input: Any, name: str, where: str = "") -> None:
+    """Flags, numbers and words of a batch have to be those of the example, with which the run was
+    recorded."""
+    if isinstance(example_input, _PLAIN):
+        if type(batch) is not type(example_input) or batch != example_input:
+            got = "a tensor" if isinstance(batch, Tensor) else repr(batch)
+            raise InputError(
+                f"{name}: a batch has {got} in the place of {example_input!r}"
+                f"{where and ' at '}{where}, with which example_input was recorded; give every "
+                "batch the same, or plan with another example_input"
+            )
+    elif hasattr(example_input, "keys") and hasattr(batch, "keys"):
+        for key in example_input.keys() & batch.keys():
+            check_plain(batch[key], example_input[key], name, f"{where}[{key!r}]")
+    elif isinstance(example_input, (tuple, list)) and isinstance(batch, (tuple, list)):
+        for i, (given, wanted) in enumerate(zip(batch, example_input, strict=False)):
+            check_plain(given, wanted, name, f"{where}[{i}]")

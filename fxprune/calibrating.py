@@ -78,23 +78,26 @@ class Calibration:
         kept = ~gone.reshape(-1, gone.shape[-1])
         return kept if reader.order is None else kept[:, reader.order[:, 0]]
 
+    def sums(self, reader: Reader, *, same: bool = False) -> Sums:
+        weight = live_weight(self.constants, reader.read)
+        flat = placed(reader.read.axis.flat(weight), reader.order)
+        return Sums(self.kept(reader), flat, same=same)
+
     def fit(self, reader: Reader, sums: Sums) -> Mix | None:
         read = reader.read
-        weight = live_weight(self.constants, read)
         target = sink_of(self.constants, read, self.model)
         if target is not None and not target[2] and hasattr(self.model, "config"):
             target = None  # a bias that is made anew is none that the configuration knows of
         # Zeros around the input say 0, which no constant does: kept channels stand for it too.
         intercept = target is not None and not read.border
-        flat = placed(read.axis.flat(weight), reader.order)
-        fit = sums.fit(flat, intercept=intercept)
+        fit = sums.fit(intercept=intercept)
         if fit is None:
             why = "there are no samples of what it reads" if sums.finite else "it reads inf or NaN"
             self.notes.append((read.call.name, f"not calibrated, for {why}: constants are folded"))
             return None
         return Mix(
-            read, reader.order, fit.matrix, fit.offset, target if intercept else None, fit.error,
-            fit.samples, fit.ridge,
+            read, reader.order, sums.index, fit.matrix, fit.offset, target if intercept else None,
+            fit.error, fit.samples, fit.ridge,
         )  # fmt: skip
 
     def _bar(self) -> Any:
@@ -111,7 +114,7 @@ class Parallel(Calibration):
     def run(self, batches: Iterator[Any]) -> None:
         # The others read what they always did.
         readers = [r for rs in self.readers.values() for r in rs if bool(r.read.dead.any())]
-        sums = {r.name: Sums(self.kept(r), same=True) for r in readers}
+        sums = {r.name: self.sums(r, same=True) for r in readers}
         module = self.plan._trace.on(self.model).graph_module()
         with self._bar() as bar:
             task = bar.add_task("calibrating", total=None)
@@ -125,7 +128,7 @@ class Parallel(Calibration):
                     run.step(node)
                 bar.advance(task)
         for reader in readers:
-            found = self.fit(reader, sums[reader.name])
+            found = self.fit(reader, sums.pop(reader.name))
             if found is not None:
                 self.mixes[reader.name] = found
 
@@ -161,7 +164,7 @@ class Sequential(Calibration):
                     new.step(node, found)
 
     def _fold(self, reader: Reader, runs: list[tuple[Run, Run]]) -> None:
-        sums = Sums(self.kept(reader))
+        sums = self.sums(reader)
         moved = bool(reader.read.dead.any())
         looks_back = reader.looks_back(self.plan._relations)
         for old, new in runs:

@@ -91,8 +91,8 @@ class AsTheyAre(Constants):
 
     masked = False
 
-    def _born(self, axis: SourceAxis, units: Tensor) -> Tensor:
-        return super()._born(replace(axis, role="stat") if axis.role == "scale" else axis, units)
+    def born(self, axis: SourceAxis, units: Tensor) -> Tensor:
+        return super().born(replace(axis, role="stat") if axis.role == "scale" else axis, units)
 
 
 class Compactor(Planner):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from .algebra import Algebra
 from .call import Call, Named, Roles
@@ -38,6 +38,9 @@ class Read:
     border: str
     out: SourceAxis | None  # the weight's axis that makes the outputs
     arrive: Tensor  # labels of the channels that it reads, laid out like ``axis``
+    # Of all channels over the data of training, where that is asked for; NaN where not known.
+    mean: Tensor | None = None
+    variance: Tensor | None = None
 
 
 class Constants(Algebra):
@@ -63,6 +66,7 @@ class Constants(Algebra):
         attention: str = "heads",
     ) -> None:
         super().__init__(trace, attention=attention)
+        self.given = (trace, relations, removed, silent, model)
         self._sources = {(s.name, s.view, s.dims): s for s in relations.sources}
         self._makers = {s.name: s for s in relations.sources if s.role == "out"}
         self._before = relations.values
@@ -73,10 +77,16 @@ class Constants(Algebra):
         self._model = model
         self.reads: list[Read] = []
         self.lost: list[tuple[np.ndarray, str]] = []  # units whose constant no layer can take
+        # Of each norm that makes slices alike in mean and spread, the tensor it knows theirs by.
+        self.norms: dict[fx.Node, str | None] = {}
 
     def removed(self, units: Tensor) -> Tensor:
         """For each label, whether the mask switches its unit off."""
         return self._removed[units]
+
+    def is_silent(self, units: Tensor) -> Tensor:
+        """For each label, whether the mask takes its unit's biases too."""
+        return self._silent[units]
 
     def is_removed(self, axis: SourceAxis) -> Tensor:
         """For each slice of a parameter axis, whether the mask switches it off."""
@@ -97,7 +107,7 @@ class Constants(Algebra):
             axis = self._sources.get((value.name, view, dims))
             if axis is not None:
                 units = axis.labels()
-                axes.append(Axis(dims, units, self._born(axis, units), source=axis))
+                axes.append(Axis(dims, units, self.born(axis, units), source=axis))
         return Channels(view, tuple(axes), self._one(value))
 
     def blank(self, call: Call, value: float | None) -> Channels:
@@ -114,7 +124,7 @@ class Constants(Algebra):
             return None
         return float(self.read(value.name))
 
-    def _born(self, axis: SourceAxis, units: Tensor) -> Tensor:
+    def born(self, axis: SourceAxis, units: Tensor) -> Tensor:
         """Constants of a parameter's own slices under the mask."""
         if axis.role == "in":
             return torch.full(units.shape, torch.nan, dtype=torch.float64)
@@ -147,10 +157,10 @@ class Constants(Algebra):
                 continue
             value = torch.zeros((), dtype=torch.float64)
             for axis in axes:  # several only where another operand joins them
-                array = axis.over(range(len(shape)), _or_nan(axis))
+                array = axis.over(range(len(shape)), or_nan(axis))
                 value = value + array if len(axes) == 1 else array * torch.nan
                 border = border or axis.border
-                known = known & ~axis.over(dims, torch.isnan(_or_nan(axis)))
+                known = known & ~axis.over(dims, torch.isnan(or_nan(axis)))
             tensors.append(torch.nan_to_num(value))
             at_border.append(torch.zeros_like(value) if axes[0].border else tensors[-1])
         zero = self._zero_products(call, operands, touched, dims, known.shape)
@@ -169,7 +179,7 @@ class Constants(Algebra):
         if call.pattern is not None and call.pattern.product:
             for axes in touched:
                 if len(axes) == 1:
-                    zero = zero | (axes[0].over(dims, _or_nan(axes[0])) == 0)
+                    zero = zero | (axes[0].over(dims, or_nan(axes[0])) == 0)
         return zero
 
     def _meet_scalar(self, operands, function):
@@ -196,7 +206,7 @@ class Constants(Algebra):
                 weight, other = left, right
             reads = weight.source is not None and weight.source.role == "in"
             if weight.source is not None and reads and set(other.dims) <= set(weight.dims):
-                constant = other.over(weight.dims, _or_nan(other)).expand(weight.units.shape)
+                constant = other.over(weight.dims, or_nan(other)).expand(weight.units.shape)
                 border = border or ("padding" if other.border else "")
                 out = self._makers.get(weight.source.name)
                 arrive = other.over(weight.dims).expand(weight.units.shape)
@@ -211,7 +221,7 @@ class Constants(Algebra):
         """Dead channels of two activations add the product of their constants: it has to be 0; but
         in sums that are dead themselves, as those of a removed head are."""
         dims = tuple(sorted({*left.dims, *right.dims}))
-        a, b = (axis.over(dims, _or_nan(axis)) for axis in (left, right))
+        a, b = (axis.over(dims, or_nan(axis)) for axis in (left, right))
         units = left.over(dims)
         removed = self._removed[units] & self._removed[right.over(dims)]
         over = [i for i, d in enumerate(dims) if d in summed]
@@ -227,7 +237,7 @@ class Constants(Algebra):
 
     def needs_zero(self, call: Call, x: Channels, dims: Iterable[int]) -> None:
         for axis in x.touching(dims):
-            dead = self._removed[axis.units] & (_or_nan(axis) != 0)
+            dead = self._removed[axis.units] & (or_nan(axis) != 0)
             if dead.any():
                 classes = torch.unique(self._classes[axis.units[dead]])
                 self.lost.append((classes.numpy(), call.name))
@@ -239,10 +249,10 @@ class Constants(Algebra):
         for operand in (x, w):
             for other in operand.touching(axis.dims):
                 if set(other.dims) <= set(axis.dims):
-                    array = other.over(axis.dims, _or_nan(other))
+                    array = other.over(axis.dims, or_nan(other))
                     zero = zero | (array == 0)
                 else:
-                    array = _or_nan(other) == 0
+                    array = or_nan(other) == 0
                     over = tuple(i for i, d in enumerate(other.dims) if d not in axis.dims)
                     rest = tuple(d for d in other.dims if d in axis.dims)
                     folded = array.all(dim=over) if len(over) == 1 else array.amin(dim=over).bool()
@@ -252,7 +262,7 @@ class Constants(Algebra):
 
     def reduced(self, axis: Axis) -> Axis:
         """A reduction over other dimensions keeps a zero; of other constants it is not sure."""
-        zero = _or_nan(axis) == 0
+        zero = or_nan(axis) == 0
         return replace(axis, constant=torch.where(zero, 0.0, torch.nan).double(), border=False)
 
     def levelled(self, call: Call, x: Channels, y: Channels, dims: Iterable[int]) -> Channels:
@@ -284,7 +294,7 @@ class Constants(Algebra):
                 dead = self._removed[axis.units]
                 value = torch.zeros(axis.units.shape, dtype=torch.float64)
                 for other in constant.touching(axis.dims) if constant is not None else ():
-                    value = other.over(axis.dims, _or_nan(other)).expand(axis.units.shape)
+                    value = other.over(axis.dims, or_nan(other)).expand(axis.units.shape)
                 axis = replace(axis, constant=torch.where(dead, value, torch.nan), border=False)
             else:
                 axis = replace(axis, constant=None)
@@ -308,6 +318,11 @@ class Constants(Algebra):
             axes.append(axis)
         return replace(x, axes=tuple(axes))
 
+    def standardised(self, call, y, mean, deviation, variance):
+        measured = [a.source.name for a in variance.axes if a.source] if variance else []
+        self.norms[call.node] = measured[0] if len(measured) == 1 else None
+        return y
+
     def bordered(self, x: Channels) -> Channels:
         return replace(x, axes=tuple(replace(a, border=True) for a in x.axes))
 
@@ -326,7 +341,7 @@ def _along(said: Tensor, dims: Sequence[int], axis: Axis) -> Tensor:
     return said.reshape(axis.units.shape)
 
 
-def _or_nan(axis: Axis) -> Tensor:
+def or_nan(axis: Axis) -> Tensor:
     if axis.constant is not None:
         return axis.constant
     return torch.full(axis.units.shape, torch.nan, dtype=torch.float64)

@@ -12,8 +12,11 @@ from torch import Tensor, fx, nn
 
 from .channels import SourceAxis
 from .constants import Constants, Read
+from .expected import expect
 from .layout import view_dims
 from .running import tensor_names
+
+_ROUNDING = 1e-12
 
 
 @dataclass
@@ -40,13 +43,14 @@ class Carry:
 class Mix:
     """A weight that reads, in the place of each of its channels, what the kept ones say of it.
 
-    ``matrix`` is (rows, n, n) over the axis, with zeros in the columns of channels that go;
+    ``matrix`` is (rows, n, k) over the axis, from the kept channels at ``index`` (rows, k) to all;
     ``offset`` (rows, n) is what they cannot say, for the bias in ``sink``. ``error`` is the squared
     error of the layer's output, on inputs left out, over the output's variance.
     """
 
     read: Read
     order: Tensor | None  # (n, positions) of the axis' slices, where the same is said of several
+    index: Tensor
     matrix: Tensor
     offset: Tensor
     sink: tuple[str, str, str, float] | None  # as sink_of says it
@@ -103,6 +107,8 @@ def folds(
         carriers: for each unit class, whether it stays as a masked channel.
         skip: weights to leave alone.
     """
+    if bias == "expected":
+        expect(constants)
     result = Folds()
     by_weight: dict[str, list[Read]] = {}
     for read in constants.reads:
@@ -111,10 +117,11 @@ def folds(
     for several in by_weight.values():
         reads = several[:1] if _alike(several) else several
         for read in reads:
+            said = read.constant if len(reads) > 1 else _said(several)
             alive = torch.from_numpy(carriers[classes[read.axis.labels().numpy()]])
             gone = read.dead & ~alive
             known = gone & ~torch.isnan(read.constant)
-            nonzero = known & (read.constant != 0)
+            nonzero = known & ((read.constant != 0) | (said != 0))
             if bias == "drop":
                 result.drop(read.axis, gone)
                 continue
@@ -128,16 +135,22 @@ def folds(
                     (read.call.name, "a removed channel is not constant here: its part is dropped")
                 )
             if bool(nonzero.any()):
-                _fold(result, constants, read, nonzero, alive, model, exact)
+                _fold(result, constants, read, said, nonzero, alive, model, exact)
+            if len(several) == 1 and read.variance is not None and bool(gone.any()):
+                _quieten(result, constants, read, gone)
     result.notes = list(dict.fromkeys(result.notes))
     return result
 
 
 def mixed(weight: Tensor, mix: Mix) -> Tensor:
-    """The weight folded with a prediction: W · A, in each row of the axis."""
+    """The weight folded with a prediction: W · A, in each row of the axis; zeros where channels
+    go."""
     flat = mix.axis.flat(weight)
     seen = placed(flat, mix.order)
-    found = (mix.matrix.to(flat.device).transpose(1, 2) @ seen.double()).to(weight.dtype)
+    matrix = mix.matrix.to(flat.device)
+    folded = (matrix.transpose(1, 2) @ seen.to(matrix.dtype)).to(weight.dtype)
+    index = mix.index.to(flat.device)[:, :, None].expand(-1, -1, seen.shape[2])
+    found = torch.zeros_like(seen).scatter_(1, index, folded)
     if mix.order is not None:
         back = found.reshape(*mix.order.shape, -1)
         found = torch.empty_like(flat)
@@ -163,8 +176,36 @@ def _alike(reads: list[Read]) -> bool:
     )  # fmt: skip
 
 
-def _fold(result, constants, read, nonzero, alive, model, exact) -> None:
-    constant = torch.where(nonzero, read.constant, 0.0)
+def _said(reads: list[Read]) -> Tensor:
+    """What a layer's channels say to it: what they emit when masked, or where that is known, what
+    they said in the mean of all its calls."""
+    constant = reads[0].constant
+    if any(read.mean is None for read in reads):
+        return constant
+    mean = torch.stack([read.mean for read in reads]).mean(0)  # type: ignore[misc]
+    near = (mean - constant).abs() <= _ROUNDING * (1 + constant.abs())
+    return torch.where(near | torch.isnan(mean), constant, mean)
+
+
+def _quieten(result, constants, read, gone) -> None:
+    """A batch norm that is all that reads the layer learns how much less its inputs vary, if
+    channels vary independently."""
+    users = list(read.call.node.users)
+    name = constants.norms.get(users[0]) if len(users) == 1 else None
+    once = list(constants.norms.values()).count(name) == 1
+    if name is None or not once or bool(torch.isnan(read.variance).any()):
+        return
+    before = delta_of(constants, read, read.variance, squared=True)
+    gone = delta_of(constants, read, torch.where(gone, read.variance, 0.0), squared=True)
+    share = torch.where(before > 0, gone / before, 0.0)
+    path, _, attribute = name.rpartition(".")
+    variance = constants.read(name)
+    result.shifts.append(Shift(path, attribute, -share.to(variance) * variance, True, name))
+
+
+def _fold(result, constants, read, said, nonzero, alive, model, exact) -> None:
+    constant = torch.where(nonzero, said, 0.0)
+    differs = bool((nonzero & (said != read.constant)).any())  # from what the masked model emits
     if read.border and exact:
         carry = _carry(read, constant, alive)
         if carry is not None:
@@ -181,11 +222,12 @@ def _fold(result, constants, read, nonzero, alive, model, exact) -> None:
         return
     path, attribute, name, sign = sink
     delta = sign * delta_of(constants, read, constant)
-    border = bool(read.border)
-    if border:
+    masked_too = bool(read.border) or differs
+    if masked_too:
         result.drop(read.axis, nonzero)
+    if read.border:
         result.notes.append((read.call.name, "constant folded as if its padding continued it"))
-    result.shifts.append(Shift(path, attribute, delta, border, name))
+    result.shifts.append(Shift(path, attribute, delta, masked_too, name))
 
 
 def _carry(read: Read, constant: Tensor, alive: Tensor) -> Carry | None:
@@ -201,12 +243,16 @@ def _carry(read: Read, constant: Tensor, alive: Tensor) -> Carry | None:
     return Carry(read.axis, best, factors.reshape(constant.shape))
 
 
-def delta_of(constants: Constants, read: Read, constant: Tensor) -> Tensor:
-    """What the constants add to each live output: Σ W · constant over columns and kernel."""
+def delta_of(
+    constants: Constants, read: Read, constant: Tensor, *, squared: bool = False
+) -> Tensor:
+    """What the constants add to each live output: Σ W · constant over columns and kernel; or what
+    variances add to that of the output: Σ W² · variance."""
     axis = read.axis
     makes = sorted(_making_dims(read))
     w = constants.read(axis.name).reshape(axis.view)
     w = w.float() if w.dtype.itemsize < 4 else w
+    w = w.square() if squared else w
     kernel = [d for d in range(w.dim()) if d not in makes and d not in axis.dims]
     if kernel:
         w = w.sum(kernel)

@@ -157,6 +157,19 @@ class Meanings:
         """``y``, weighted means of slices of ``x`` along ``dim``: a constant map's constant."""
         return y
 
+    def standardised(
+        self,
+        call: Call,
+        y: Channels,
+        mean: Channels | None,
+        deviation: Channels | None,
+        variance: Channels | None,
+    ) -> Channels:
+        """``y``, whose slices had this mean and this standard deviation over the data of training
+        (None: 0 and 1), whatever went in, for it was divided by the root of ``variance``. The three
+        are what :meth:`Call.tensor` gives."""
+        return y
+
     def keep_rows(self, x: Channels, dim: int, item: Any) -> None:
         """A part of ``x`` is read by position along ``dim``: of a cut axis no row there goes."""
         axis = x.axis(dim)

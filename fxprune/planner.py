@@ -91,7 +91,9 @@ class Planner:
         if self.reconstruction is not None:
             found = {id(g): self.reconstruction.scores(g.units) for g in losing}
             self.scores |= {key: each for key, each in found.items() if each is not None}
-        losing = [g for g in losing if id(g) not in self.scores]
+            losing = [g for g in losing if id(g) not in self.scores]
+            why = "no layer that reads its units was seen: they are chosen by l2"
+            self.notes += [(self.name(g), why) for g in losing]
         names = {id(g): self.name(g) for g in self.groups}
         context = importance.Context(
             self.trace, self.relations, [], self.example_input, self.settings.attention

@@ -74,7 +74,9 @@ def plan(
             default 0.9, and any with ``scope="local"``.
         round_to: kept widths are multiples of this where they shrink at all.
         bias: ``"propagate"`` moves what removed channels still emit into the layers that read
-            them; ``"drop"`` has removed channels contribute nothing.
+            them; ``"drop"`` has removed channels contribute nothing. ``"expected"`` moves what they
+            said in the mean, as far as batch norms tell (:mod:`fxprune.expected`); the masked model
+            says the same.
         exact: keep one masked channel as a carrier where zero padding would make a moved constant
             wrong at the border.
         attention: cut attention into whole ``"heads"`` or into ``"head_dim"`` slices.

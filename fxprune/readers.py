@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,12 +136,13 @@ def live_weight(constants: Constants, read: Read) -> Tensor:
 
 
 class Run(fx.Interpreter):
-    """The recorded run on one batch, node by node."""
+    """The recorded run on one batch, node by node. A value lives until the last node that uses it
+    has run."""
 
     def __init__(self, module: fx.GraphModule, batch: Any) -> None:
         super().__init__(module)
         args, kwargs = bind_inputs(batch)
-        self.args_iter = iter([*args, *kwargs.values()])
+        self.args_iter = _taken([*args, *kwargs.values()])
         first = next(tree.tensors((args, kwargs)), None)
         self.inputs = 1 if first is None or not first.dim() else first.shape[0]
 
@@ -154,4 +156,10 @@ class Run(fx.Interpreter):
             ) from error
         for done in self.user_to_last_uses.get(node, []):
             del self.env[done]
-        return self.env.get(node)
+        return self.env[node] if node.users else self.env.pop(node)
+
+
+def _taken(values: list[Any]) -> Iterator[Any]:
+    """The values one after the other, each in nobody's hands afterwards."""
+    while values:
+        yield values.pop(0)

@@ -8,8 +8,10 @@ for W (A X̃ + b) is what it computes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,7 +20,9 @@ from torch import Tensor
 # hardly move count for much, and with them what rounding makes of them: not in short numbers.
 RIDGES = (1e-7, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 _LEAST = {torch.float64: 1e-7, torch.float32: 1e-5}
+_FIRST = 1e-2  # to be tried
 _CHUNK = 8192  # samples of which products are summed at once
+_BLOCK = 1024  # rows of a product that are made at once
 _LEFT_OUT = 4  # every so manieth sample is for choosing the ridge
 
 
@@ -27,7 +31,7 @@ class Fit:
     """The best prediction of all channels from the kept ones.
 
     Attributes:
-        matrix: (rows, n, n), with columns of zeros for channels that go: A above.
+        matrix: (rows, n, k): A above, in the precision of the weight, but float32 at least.
         offset: (rows, n): b above.
         error: expected squared error of the reading layer's output, over the output's variance.
         ridge: the one that predicted left-out samples best.
@@ -51,7 +55,7 @@ class Products:
     def __init__(self, rows: int, width: int) -> None:
         self.count = 0
         self.sum = torch.zeros(rows, width, dtype=torch.float64)
-        self.product = torch.zeros(rows, width, width, dtype=torch.float64)
+        self.product = torch.zeros(rows, width, width, dtype=torch.float64)  # upper blocks
         self.pivot: Tensor | None = None  # near the mean, so that little is lost in squares
         self.finite = True
 
@@ -59,31 +63,55 @@ class Products:
         for z in samples.split(_CHUNK, 1):
             if not z.shape[1]:
                 continue
-            z = z if z.dtype in (torch.float32, torch.float64) else z.float()
+            z = _real(z)
             if self.pivot is None:
                 self.pivot = z.mean(1, keepdim=True)
             z = z - self.pivot
             self.finite = self.finite and bool(z.isfinite().all())
             self.count += z.shape[1]
             self.sum += z.sum(1).double().cpu()
-            self.product += (z.transpose(1, 2) @ z).double().cpu()
-
-    def mean(self) -> Tensor:
-        """(rows, width)."""
-        assert self.pivot is not None
-        return self.sum / self.count + self.pivot[:, 0].double().cpu()
+            _add_product(self.product, z, z)
 
     def covariance(self) -> Tensor:
         """(rows, width, width)."""
         mean = self.sum / self.count
-        return self.product / self.count - mean[:, :, None] * mean[:, None, :]
+        return _second(_mirrored(self.product), self.count, mean, mean, -1.0)
 
-    def __add__(self, other: Products) -> Products:
-        """Of both samples, which have the same pivot."""
-        total = Products(*self.sum.shape)
-        total.count, total.pivot = self.count + other.count, self.pivot
-        total.sum, total.product = self.sum + other.sum, self.product + other.product
-        return total
+
+class Part:
+    """What is summed over some of the samples, for the kept channels F of the pruned model, all
+    channels X of the model as it is, and what is missing of them, D = X − S F.
+
+    Attributes:
+        kept, cross: Σ F Fᵀ (rows, k, k), upper blocks, and Σ D Fᵀ (rows, t, k).
+        missing, all: Σ ‖W D‖² and Σ ‖W X‖² over all rows.
+    """
+
+    def __init__(self, rows: int, kept: int, targets: int) -> None:
+        self.count, self.missing, self.all, self.finite = 0, 0.0, 0.0, True
+        self.kept = torch.zeros(rows, kept, kept, dtype=torch.float64)
+        self.cross = torch.zeros(rows, targets, kept, dtype=torch.float64)
+        self.sum_kept = torch.zeros(rows, kept, dtype=torch.float64)
+        self.sum_missing = torch.zeros(rows, targets, dtype=torch.float64)
+
+    def add(self, f: Tensor, d: Tensor, missing: Tensor, every: Tensor) -> None:
+        self.count += f.shape[1]
+        self.finite = self.finite and bool(d.isfinite().all() and f.isfinite().all())
+        self.sum_kept += f.sum(1).double().cpu()
+        self.sum_missing += d.sum(1).double().cpu()
+        self.missing += float(missing.square().sum(dtype=torch.float64))
+        self.all += float(every.square().sum(dtype=torch.float64))
+        _add_product(self.kept, f, f)
+        _add_product(self.cross, d, f)
+
+    def __iadd__(self, other: Part) -> Part:
+        self.count += other.count
+        self.missing += other.missing
+        self.all += other.all
+        self.finite = self.finite and other.finite
+        for name in ("kept", "cross", "sum_kept", "sum_missing"):
+            getattr(self, name).add_(getattr(other, name))
+        return self
 
 
 class Sums:
@@ -93,16 +121,19 @@ class Sums:
     Args:
         kept: bool (rows, n): the channels that stay, equally many in each row. Rows are separate
             problems: the groups of a grouped convolution.
-        same: what is read before and after is the same: half of the sums are enough.
+        weight: (rows, n, m), what the layer makes of them.
+        same: what is read before and after is the same: sums over those that go are enough.
     """
 
-    def __init__(self, kept: Tensor, *, same: bool = False) -> None:
-        self.kept, self.same = kept, same
+    def __init__(self, kept: Tensor, weight: Tensor, *, same: bool = False) -> None:
         self.rows, self.width = kept.shape
-        count = int(kept[0].sum())
-        self.index = torch.nonzero(kept)[:, 1].reshape(self.rows, count)
-        size = self.width if same else count + self.width
-        self.parts = [Products(self.rows, size) for _ in range(2)]
+        self.index = torch.nonzero(kept)[:, 1].reshape(self.rows, -1)
+        every = torch.arange(self.width).expand(self.rows, -1)
+        self.targets = torch.nonzero(~kept)[:, 1].reshape(self.rows, -1) if same else every
+        self.same, self.dtype = same, weight.dtype
+        self.reader = _narrow(weight.detach().double().cpu())
+        self.parts = [Part(self.rows, self.index.shape[1], self.targets.shape[1]) for _ in range(2)]
+        self.pivots: tuple[Tensor, Tensor] | None = None  # of X and of F, near their means
         self.inputs = 0
 
     @property
@@ -112,79 +143,148 @@ class Sums:
     def add(self, before: Tensor, after: Tensor, inputs: int) -> None:
         """Samples (m, rows · n) of the channels in the model as it is, and in the pruned one;
         ``inputs``: how many inputs they come from, one after the other."""
-        index = self.index.to(after.device)[:, None]
         x, y = (t.reshape(len(t), self.rows, self.width).movedim(0, 1) for t in (before, after))
-        z = x if self.same else torch.cat([y.gather(2, index.expand(-1, y.shape[1], -1)), x], 2)
         for part, chosen in zip(self.parts, _split(len(before), inputs, self.inputs), strict=True):
-            if part.pivot is None:
-                part.pivot = next((p.pivot for p in self.parts if p.pivot is not None), None)
-            part.add(z[:, chosen])
+            for some in chosen.split(_CHUNK):
+                if len(some):
+                    self._add(part, _real(x[:, some]), _real(_columns(y[:, some], self.index)))
         self.inputs += max(inputs, 1)
 
-    def fit(self, weight: Tensor, *, intercept: bool = True) -> Fit | None:
-        """The regression, with the ridge that is best for the output of ``weight`` (rows, n, m) on
-        the samples left out; None where there is nothing to go by."""
-        everything = self.parts[0] + self.parts[1]
-        if everything.count < 2 or not self.finite:
-            return None
-        least = _LEAST.get(weight.dtype, 1e-3)
-        ridges = [ridge for ridge in RIDGES if ridge >= least]
-        reader = _narrow(weight.double().cpu())
-        ridge, error = ridges[0], None
-        if min(part.count for part in self.parts) > 1:
-            ridge, error = self._left_out(reader, intercept, ridges)
-        moments = self._moments(everything, intercept)
-        found = _Ridge(moments)
-        extra = found.at(ridge)
-        if error is None:
-            error = found.errors(moments, reader, [ridge])[0] / _spread(moments, reader)
-        matrix = torch.diag_embed(self.kept.double().cpu())
-        index = self.index.cpu()[:, None].expand(-1, self.width, -1)
-        matrix = matrix.scatter_add(2, index, extra)
-        offset = moments.mean_missing - (extra @ moments.mean_kept[..., None])[..., 0]
-        offset = offset if intercept else offset * 0
-        return Fit(matrix, offset, max(error, 0.0), ridge, everything.count)
+    def _add(self, part: Part, x: Tensor, f: Tensor) -> None:
+        if self.pivots is None:
+            self.pivots = x.mean(1, keepdim=True), f.mean(1, keepdim=True)
+        x, f = x - self.pivots[0], f - self.pivots[1]
+        reader = self.reader.to(x)  # (rows, m, n)
+        seen = f @ _columns(reader, self.index).transpose(1, 2)
+        every = x @ reader.transpose(1, 2)
+        part.add(f, self._missing(x, f), every - seen, every)
 
-    def _left_out(
-        self, reader: Tensor, intercept: bool, ridges: list[float]
-    ) -> tuple[float, float]:
+    def _missing(self, x: Tensor, f: Tensor) -> Tensor:
+        """D (rows, m, t) of samples X (rows, m, n) and F (rows, m, k)."""
+        if self.same:
+            return _columns(x, self.targets)
+        index = self.index.to(x.device)[:, None].expand(-1, x.shape[1], -1)
+        return x.scatter_add(2, index, -f)
+
+    def fit(self, *, intercept: bool = True) -> Fit | None:
+        """The regression, with the ridge that is best for what the layer makes on the samples left
+        out; None where there is nothing to go by. It uses the sums up."""
+        whole, unseen = self.parts
+        count = whole.count + unseen.count
+        if count < 2 or not self.finite:
+            return None
+        ridges = [ridge for ridge in RIDGES if ridge >= _LEAST.get(self.dtype, 1e-3)]
+        ridge, error = ridges[0], None
+        if min(whole.count, unseen.count) > 1:
+            ridge, error = self._left_out(intercept, ridges)
+        whole += unseen
+        self.parts = []
+        moments = self._moments(whole, intercept)
+        solver = _Ridge(moments.kept)
+        extra = solver.solve(ridge, moments.cross)
+        while extra is None:  # rounding asks for more
+            ridge *= 10
+            extra = solver.solve(ridge, moments.cross)
+        if error is None:
+            error = self._error(moments, self._read(extra))
+        matrix = torch.zeros(self.rows, self.width, self.index.shape[1], dtype=extra.dtype)
+        matrix.scatter_(1, self.index[:, None], 1.0)
+        rows = self.targets[:, :, None].expand(-1, -1, extra.shape[2])
+        matrix.scatter_add_(1, rows, extra)
+        offset = torch.zeros(self.rows, self.width, dtype=extra.dtype)
+        if intercept:
+            found = moments.mean_missing - (extra @ moments.mean_kept[..., None])[..., 0]
+            offset.scatter_(1, self.targets, found)
+        kind = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return Fit(matrix.to(kind), offset, max(error, 0.0), ridge, count)
+
+    def _left_out(self, intercept: bool, ridges: list[float]) -> tuple[float, float]:
         """The ridge that predicts the samples left out best, and its error there."""
         fitted, unseen = (self._moments(part, intercept) for part in self.parts)
-        errors = _Ridge(fitted).errors(unseen, reader, ridges)
-        best = min(range(len(errors)), key=errors.__getitem__)
-        return ridges[best], errors[best] / _spread(unseen, reader)
+        cross = self._read(fitted.cross)  # W A needs no more of it
+        fitted.cross, unseen.cross = cross, self._read(unseen.cross)
+        solver = _Ridge(fitted.kept)
 
-    def _moments(self, of: Products, intercept: bool) -> Moments:
-        """Of the kept channels F, of all channels X, and of what is missing D = X − S F."""
-        mean, second = of.mean(), of.covariance()
-        if self.same:
-            every = torch.arange(self.width).expand(self.rows, -1)
-            index = torch.cat([self.index.cpu(), every], 1)
-            mean = mean.gather(1, index)
-            second = second.gather(1, index[:, :, None].expand(-1, -1, self.width))
-            second = second.gather(2, index[:, None].expand(-1, index.shape[1], -1))
+        @cache
+        def error(i: int) -> float:
+            found = solver.solve(ridges[i], cross)
+            return math.inf if found is None else self._error(unseen, found)
+
+        best = _lowest(error, len(ridges), ridges.index(max(_FIRST, ridges[0])))
+        return ridges[best], error(best)
+
+    def _read(self, matrix: Tensor) -> Tensor:
+        """W times a matrix (rows, t, k) over what is missing."""
+        return _columns(self.reader, self.targets) @ matrix
+
+    def _error(self, of: Moments, read: Tensor) -> float:
+        """E‖W (D − A F)‖² over E‖W X‖², for ``read`` = W A."""
+        cross = of.cross if of.cross.shape == read.shape else self._read(of.cross)
+        left = of.missing - 2 * float((read * cross).sum()) + float(((read @ of.kept) * read).sum())
+        return left / max(of.all, 1e-30)
+
+    def _moments(self, of: Part, intercept: bool) -> Moments:
+        assert self.pivots is not None
+        pivot_x, pivot_f = (p[:, 0].double().cpu() for p in self.pivots)
+        at_kept = torch.zeros_like(pivot_x).scatter_(1, self.index, pivot_f)
+        pivot_d = (pivot_x if self.same else pivot_x - at_kept).gather(1, self.targets)
+        near_f, near_d = of.sum_kept / of.count, of.sum_missing / of.count
+        mean_f, mean_d = near_f + pivot_f, near_d + pivot_d
+        kept = _second(_mirrored(of.kept), of.count, near_f, near_f, -1.0)
+        cross = _second(of.cross, of.count, near_d, near_f, -1.0)
+        missing, every = of.missing / of.count, of.all / of.count
+        for sign, d, f in ((-1, near_d, near_f), (1, mean_d, mean_f)):
+            made = self._read(d[..., None])
+            missing += sign * float(made.square().sum())
+            made += _columns(self.reader, self.index) @ f[..., None]
+            every += sign * float(made.square().sum())
+            if intercept:
+                break
         if not intercept:  # about zero
-            second = second + mean[:, :, None] * mean[:, None, :]
-        k = self.index.shape[1]
-        select = torch.zeros(self.rows, self.width, k, dtype=torch.float64)
-        select.scatter_(1, self.index.cpu()[:, None], 1.0)
-        cross = second[:, k:, :k] - select @ second[:, :k, :k]
-        left = second[:, k:, k:] - second[:, k:, :k] @ select.transpose(1, 2)
-        missing = left - (select @ cross.transpose(1, 2))
-        return Moments(
-            second[:, :k, :k], cross, missing, second[:, k:, k:], mean[:, :k],
-            mean[:, k:] - (select @ mean[:, :k, None])[..., 0],
-        )  # fmt: skip
+            kept.baddbmm_(mean_f[:, :, None], mean_f[:, None])
+            cross.baddbmm_(mean_d[:, :, None], mean_f[:, None])
+        return Moments(kept, cross, missing, every, mean_f, mean_d)
 
 
 @dataclass
 class Moments:
     kept: Tensor  # (rows, k, k): F Fᵀ
-    cross: Tensor  # (rows, n, k): D Fᵀ
-    missing: Tensor  # (rows, n, n): D Dᵀ
-    all: Tensor  # (rows, n, n): X Xᵀ
+    cross: Tensor  # (rows, t, k): D Fᵀ, or W D Fᵀ
+    missing: float  # ‖W D‖²
+    all: float  # ‖W X‖²
     mean_kept: Tensor
     mean_missing: Tensor
+
+
+def _real(samples: Tensor) -> Tensor:
+    return samples if samples.dtype in (torch.float32, torch.float64) else samples.float()
+
+
+def _columns(samples: Tensor, index: Tensor) -> Tensor:
+    """Of samples (rows, m, n), those columns of each row that ``index`` (rows, k) says."""
+    return samples.gather(2, index.to(samples.device)[:, None].expand(-1, samples.shape[1], -1))
+
+
+def _add_product(total: Tensor, u: Tensor, v: Tensor) -> None:
+    """Add Σ u vᵀ over samples to ``total``, some rows at a time: nothing of its size is made. Of a
+    symmetric one, only blocks on and above the diagonal."""
+    for i in range(0, u.shape[2], _BLOCK):
+        first = i if u is v else 0
+        block = u[:, :, i : i + _BLOCK].transpose(1, 2) @ v[:, :, first:]
+        total[:, i : i + _BLOCK, first:].add_(block.to(total.device))
+
+
+def _mirrored(total: Tensor) -> Tensor:
+    """A symmetric sum with its blocks below the diagonal, in place."""
+    for i in range(0, total.shape[1], _BLOCK):
+        j = i + _BLOCK
+        total[:, j:, i:j] = total[:, i:j, j:].transpose(1, 2)
+    return total
+
+
+def _second(total: Tensor, count: int, a: Tensor, b: Tensor, sign: float) -> Tensor:
+    """The mean of products, and the product of two vectors."""
+    return torch.baddbmm(total, a[:, :, None], b[:, None], beta=1 / count, alpha=sign)
 
 
 def _split(samples: int, inputs: int, before: int) -> tuple[Tensor, Tensor]:
@@ -197,47 +297,48 @@ def _split(samples: int, inputs: int, before: int) -> tuple[Tensor, Tensor]:
 def _narrow(weight: Tensor) -> Tensor:
     """(rows, m, n) that reads as ``weight`` (rows, n, m) does, with m no more than n: of what a
     layer makes, only how large it is matters here."""
+    alive = (weight != 0).any(1).any(0)
+    weight = weight[:, :, alive]
     if weight.shape[2] <= weight.shape[1]:
         return weight.transpose(1, 2)
-    values, vectors = torch.linalg.eigh(weight @ weight.transpose(1, 2))
-    return values.clamp(min=0).sqrt()[..., None] * vectors.transpose(1, 2)
+    square = weight @ weight.transpose(1, 2)
+    diagonal = square.diagonal(dim1=1, dim2=2)  # a little more of it, so that there is a root
+    diagonal += 1e-12 * diagonal.sum(1, keepdim=True) + 1e-30
+    return torch.linalg.cholesky(square).transpose(1, 2)
 
 
-def _spread(moments: Moments, reader: Tensor) -> float:
-    """Of what the layer makes."""
-    return max(float(((reader @ moments.all) * reader).sum()), 1e-30)
+def _lowest(value: Callable[[int], float], count: int, start: int) -> int:
+    """Where a function of 0 … count - 1 is lowest, going down from ``start``: the first of these
+    where several are."""
+    at = start
+    while True:
+        near = [i for i in (at - 1, at, at + 1) if 0 <= i < count]
+        best = min(near, key=value)
+        if best == at:
+            return at
+        at = best
 
 
 class _Ridge:
-    """The regression of what is missing on what is kept, for any ridge: one factorisation. Kept
-    channels are taken at one size, so that a loud one does not drown the others."""
+    """The regression of what is missing on what is kept. Kept channels are taken at one size, so
+    that a loud one does not drown the others."""
 
-    def __init__(self, moments: Moments) -> None:
-        size = moments.kept.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
+    def __init__(self, kept: Tensor) -> None:
+        size = kept.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
         least = 1e-6 * size.amax(1, keepdim=True)
         size = torch.where(size > least, size, 1.0 / least.clamp(min=1e-30)).clamp(max=1e30)
-        self.values, vectors = torch.linalg.eigh(moments.kept / size[:, :, None] / size[:, None, :])
-        self.values = self.values.clamp(min=0)
-        self.scale = self.values.mean(1, keepdim=True).clamp(min=1e-30)
-        self.vectors = vectors / size[:, :, None]  # so that A = T (Λ + λ)⁻¹ Qᵀ in either size
-        self.turned = moments.cross @ self.vectors
+        self.size, self.kept = size, kept
+        self.scale = (kept.diagonal(dim1=1, dim2=2) / size / size).mean(1, keepdim=True)
 
-    def at(self, ridge: float) -> Tensor:
-        """The matrix (rows, n, k) that predicts what is missing."""
-        return (self.turned / self._denominator(ridge)) @ self.vectors.transpose(1, 2)
-
-    def errors(self, of: Moments, reader: Tensor, ridges: Sequence[float]) -> list[float]:
-        """E‖W (D − A F)‖² on samples with moments ``of``, for each ridge."""
-        q = self.vectors
-        read = reader @ self.turned  # W A is this over the denominator, turned back
-        cross = reader @ of.cross @ q
-        inner = q.transpose(1, 2) @ of.kept @ q
-        fixed = float(((reader @ of.missing) * reader).sum())
-        found = []
-        for ridge in ridges:
-            a = read / self._denominator(ridge)
-            found.append(fixed - 2 * float((a * cross).sum()) + float(((a @ inner) * a).sum()))
-        return found
-
-    def _denominator(self, ridge: float) -> Tensor:
-        return (self.values + ridge * self.scale)[:, None]
+    def solve(self, ridge: float, cross: Tensor) -> Tensor | None:
+        """The matrix (rows, t, k) that predicts what ``cross`` is of; None where rounding leaves
+        no solution."""
+        scaled = self.kept / self.size[:, :, None]
+        scaled /= self.size[:, None]
+        scaled.diagonal(dim1=1, dim2=2).add_(ridge * self.scale.clamp(min=1e-30))
+        factor, wrong = torch.linalg.cholesky_ex(scaled)
+        del scaled
+        if bool(wrong.any()):
+            return None
+        right = (cross / self.size[:, None]).transpose(1, 2)
+        return torch.cholesky_solve(right, factor).transpose(1, 2) / self.size[:, None]

@@ -311,7 +311,9 @@ class Replay(Orders):
             node = next(iter(self.trace.graph.nodes))  # it has none of its own
             call = Call(self, node, pattern, (), {}, module=module, path=path)
             views, spoken = self._views(call)
-            cut = any(len(view) != getattr(module, name).dim() for name, view in views.items())
+            cut = any(
+                len(view) != read_attribute(module, name).dim() for name, view in views.items()
+            )
             # With no input, a norm says nothing.
             if spoken and not cut and set(views) <= {"weight", "bias"}:
                 found = pattern.attributes(module, NewSizes(self, node, views))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
 
 from . import tree
 from .errors import ModelError, SettingError
@@ -23,8 +24,24 @@ def read_attribute(root: nn.Module, name: str) -> Any:
     value: Any = root
     for part in name.split("."):
         inside = value.__dict__.get("_modules", {}) if isinstance(value, nn.Module) else {}
-        value = inside[part] if part in inside else getattr(value, part)
+        value = inside[part] if part in inside else read_from(value, part)
     return value
+
+
+def read_from(owner: Any, name: str) -> Any:
+    """An attribute. A parametrization computes it as in eval
+    mode: in training mode some write to their buffers each time (spectral norm)."""
+    if not isinstance(owner, nn.Module) or not parametrize.is_parametrized(owner, name):
+        return getattr(owner, name)
+    parts = list(owner.parametrizations[name].modules())  # type: ignore[index, union-attr]
+    modes = [part.training for part in parts]
+    try:
+        for part in parts:
+            vars(part)["training"] = False
+        return getattr(owner, name)
+    finally:
+        for part, mode in zip(parts, modes, strict=True):
+            vars(part)["training"] = mode
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

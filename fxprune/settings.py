@@ -43,10 +43,15 @@ def make_settings(
     importance.resolve(chosen)
     if not isinstance(round_to, int) or isinstance(round_to, bool) or round_to < 1:
         raise SettingError(f"round_to={round_to!r} is not a positive integer")
-    if bias not in ("propagate", "drop"):
-        raise SettingError(f"bias={bias!r} is unknown; use 'propagate' or 'drop'")
+    if bias not in ("propagate", "drop", "expected"):
+        raise SettingError(f"bias={bias!r} is unknown; use 'propagate', 'drop' or 'expected'")
     if not isinstance(exact, bool):
         raise SettingError(f"exact={exact!r} is neither True nor False")
+    if exact and bias == "expected":
+        raise SettingError(
+            "exact=True keeps a masked channel that says what it emits when masked, not what it "
+            "said in the mean; use bias='propagate' with it, or exact=False"
+        )
     if attention not in ("heads", "head_dim"):
         raise SettingError(f"attention={attention!r} is unknown; use 'heads' or 'head_dim'")
     if scope not in SCOPES:

@@ -21,7 +21,8 @@ def per_channel(a, call, x, names, function, dim=1):
     def constants(tensors):
         return function(tensors[0], **dict(zip(given, tensors[1:], strict=True)))
 
-    return a.meet(call, [x, *given.values()], constants, x.shape)
+    y = a.meet(call, [x, *given.values()], constants, x.shape)
+    return a.standardised(call, y, given.get("bias"), given.get("weight"), given.get("var"))
 
 
 def normaliser(eps):

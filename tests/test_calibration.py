@@ -14,6 +14,7 @@ import fxprune
 from fxprune.batches import as_input
 from fxprune.errors import SettingError
 from fxprune.proof import prove
+from fxprune.readers import Run
 from fxprune.regression import Sums
 
 from .test_trace import Net
@@ -133,8 +134,11 @@ def hooked(plan, model):
 
         def hook(module, args, mix=mix):
             x = args[0].movedim(1, -1) if args[0].dim() == 4 else args[0]
-            matrix = torch.block_diag(*mix.matrix)
-            y = x @ matrix.T + mix.offset.reshape(-1)
+            parts = zip(
+                x.unflatten(-1, mix.offset.shape).unbind(-2), mix.index, mix.matrix, strict=True
+            )
+            made = [part[..., index] @ matrix.T for part, index, matrix in parts]
+            y = torch.stack(made, -2).flatten(-2) + mix.offset.reshape(-1)
             return (y.movedim(-1, 1) if args[0].dim() == 4 else y,)
 
         layer.register_forward_pre_hook(hook)
@@ -156,19 +160,18 @@ def test_the_regression_is_the_one_that_numpy_solves():
     x[:, 3:] = x[:, :3] @ torch.randn(3, 3, generator=generator, dtype=torch.float64) + 2
     drifted = x * 1.1 + 0.05 * torch.randn(500, 6, generator=generator, dtype=torch.float64)
     kept = torch.tensor([[True, False, True, True, False, False]])
-    sums = Sums(kept)
+    sums = Sums(kept, torch.eye(6, dtype=torch.float64)[None])
     for some in range(0, 500, 100):
         sums.add(x[some : some + 100], drifted[some : some + 100], 100)
-    fit = sums.fit(torch.eye(6, dtype=torch.float64)[None])
+    fit = sums.fit()
     features = drifted[:, kept[0]] - drifted[:, kept[0]].mean(0)
     missing = torch.where(kept, x - drifted, x)
     pulled = torch.cat([features, torch.diag(fit.ridge**0.5 * features.norm(dim=0))])
     wanted = torch.cat([missing - missing.mean(0), torch.zeros(3, 6, dtype=x.dtype)])
     extra = torch.linalg.lstsq(pulled, wanted).solution.T
     select = torch.eye(6, dtype=x.dtype)[:, kept[0]]
-    assert torch.allclose(fit.matrix[0][:, kept[0]], select + extra, atol=1e-6)
-    assert not fit.matrix[0][:, ~kept[0]].any()
-    made = drifted @ fit.matrix[0].T + fit.offset[0]
+    assert torch.allclose(fit.matrix[0], select + extra, atol=1e-6)
+    made = drifted[:, kept[0]] @ fit.matrix[0].T + fit.offset[0]
     assert torch.allclose(made.mean(0), x.mean(0), atol=1e-9)
     left = (x - made).square().sum() / (x - x.mean(0)).square().sum()
     assert fit.error == pytest.approx(float(left), rel=0.2)  # of samples left out
@@ -177,10 +180,10 @@ def test_the_regression_is_the_one_that_numpy_solves():
 
 def test_with_fewer_samples_than_channels_the_ridge_leaves_what_is_not_known():
     kept = torch.arange(40)[None] < 20
-    sums = Sums(kept)
+    sums = Sums(kept, torch.eye(40, dtype=torch.float64)[None])
     x = torch.randn(12, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sums.add(x, x, 12)
-    fit = sums.fit(torch.eye(40, dtype=torch.float64)[None])
+    fit = sums.fit()
     assert fit.ridge > 1e-3 and bool(fit.matrix.isfinite().all())
 
 
@@ -397,13 +400,13 @@ def test_constants_before_padded_convolutions_are_right_at_the_border(size):
 def test_batches_of_one_input_are_split_as_one_large_one_is():
     kept = torch.tensor([[True, True, False]])
     x = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    whole, single = Sums(kept), Sums(kept)
+    weight = torch.eye(3, dtype=torch.float64)[None]
+    whole, single = Sums(kept, weight), Sums(kept, weight)
     whole.add(x, x, 40)
     for row in x.split(1):
         single.add(row, row, 1)
-    weight = torch.eye(3, dtype=torch.float64)[None]
     assert [p.count for p in whole.parts] == [p.count for p in single.parts] == [30, 10]
-    assert torch.allclose(whole.fit(weight).matrix, single.fit(weight).matrix)
+    assert torch.allclose(whole.fit().matrix, single.fit().matrix)
 
 
 def test_a_loud_channel_does_not_drown_the_others():
@@ -510,10 +513,68 @@ def test_small_groups_take_part_in_a_global_budget():
 def test_where_nothing_has_moved_half_of_the_sums_are_enough():
     kept = torch.tensor([[True, False, True, True], [False, True, True, True]])
     x = torch.randn(60, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    whole, half = Sums(kept), Sums(kept, same=True)
+    weight = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    whole, half = Sums(kept, weight), Sums(kept, weight, same=True)
+    assert half.parts[0].cross.shape == (2, 1, 3) and whole.parts[0].cross.shape == (2, 4, 3)
     for sums in (whole, half):
         sums.add(x, x, 60)
-    weight = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    a, b = whole.fit(weight), half.fit(weight)
+    a, b = whole.fit(), half.fit()
     assert torch.allclose(a.matrix, b.matrix) and torch.allclose(a.offset, b.offset)
-    assert a.error == pytest.approx(b.error) and half.parts[0].product.shape == (2, 4, 4)
+    assert a.error == pytest.approx(b.error)
+
+
+class Flagged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x, options, scale=None):
+        y = torch.tanh(self.first(x)) if options["tanh"] else self.first(x)
+        return self.last(y * 2 if scale is None else y * scale)
+
+
+@pytest.mark.parametrize("other, words", [
+    ({"options": {"tanh": False}, "scale": 2.0}, r"False in the place of True at \['options'\]"),
+    ({"options": {"tanh": True}, "scale": 3.0}, r"3.0 in the place of 2.0 at \['scale'\]"),
+    ({"options": {"tanh": True}, "scale": torch.ones(())}, "a tensor in the place of 2.0"),
+])  # fmt: skip
+def test_a_batch_whose_flags_are_not_those_of_the_recorded_run_is_told(other, words):
+    x = STEPS[:, 0]
+    same = {"x": x, "options": {"tanh": True}, "scale": 2.0}
+    example = {**same, "x": x[:2]}
+    assert fxprune.plan(Flagged().double(), example, calibration=[same])._mixes
+    with pytest.raises(fxprune.InputError, match=words):
+        fxprune.plan(Flagged().double(), example, calibration=[same, {**same, **other}])
+
+
+def test_values_are_let_go_when_their_last_user_has_run(monkeypatch):
+    alive, step = [], Run.step
+
+    def counted(run, node, result=None):
+        step(run, node, result)
+        alive.append(len(run.env))
+
+    monkeypatch.setattr(Run, "step", counted)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(6, 6), nn.Tanh())]
+
+    def forward(s, x):
+        x.sum()  # nobody's
+        return s.body(x)
+
+    model = Net(forward, body=nn.Sequential(*layers, nn.Linear(6, 2))).double()
+    for mode in ("sequential", "parallel"):
+        fxprune.plan(model, STEPS[:2, 0], calibration=[STEPS[:, 0]], calibration_mode=mode)
+    assert len(alive) > 50 and max(alive) <= 2
+
+
+def test_units_that_no_layer_was_seen_to_read_are_chosen_by_their_weights_and_that_is_said():
+    def forward(s, x):
+        y = torch.tanh(s.a(x))
+        return F.linear(torch.tanh(s.b(y)), s.last * 2)
+
+    model = Net(
+        forward, a=nn.Linear(6, 8), b=nn.Linear(8, 8), last=nn.Parameter(torch.randn(3, 8))
+    ).double()
+    plan = fxprune.plan(model, STEPS[:2, 0], calibration=[STEPS[:, 0]], importance="reconstruction")
+    assert ("b", "no layer that reads its units was seen: they are chosen by l2") in plan.notes
+    assert not [note for note in plan.notes if note[0] == "a"]

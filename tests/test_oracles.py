@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 
@@ -26,10 +27,11 @@ def test_masked_equals_pruned_with_carriers_at_border_pixels_too(model, settings
     masked_equals_pruned(plan, model, plan.apply(model), X)
 
 
+@pytest.mark.parametrize("bias", ["propagate", "expected"])
 @given(networks(), settings_of_a_plan())
-def test_masked_equals_pruned_without_carriers(model, settings):
+def test_masked_equals_pruned_without_carriers(bias, model, settings):
     model = awake(model)
-    plan = fxprune.plan(model, X, **settings)
+    plan = fxprune.plan(model, X, bias=bias, **settings)
     masked_equals_pruned(plan, model, plan.apply(model), X)
 
 

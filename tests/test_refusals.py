@@ -76,7 +76,7 @@ SETTINGS = [
     ({"importance": lambda group: [float("nan")] * 8}, "NaN for group '0"),
     ({"importance": lambda group: "a"}, "importance"),
     ({"round_to": 0}, "round_to=0"), ({"round_to": 2.5}, "2.5"), ({"round_to": True}, "True"),
-    ({"bias": "keep"}, "'propagate' or 'drop'"), ({"attention": "rows"}, "'heads'"),
+    ({"bias": "keep"}, "'drop' or 'expected'"), ({"attention": "rows"}, "'heads'"),
 ]  # fmt: skip
 
 

@@ -126,3 +126,20 @@ def test_the_graph_shares_parameters_and_keeps_no_tensor_of_the_run():
     with torch.no_grad():
         model.qkv.weight.mul_(2)
     assert difference(run(model, data()), run(graph, data())) == 0
+
+
+def test_reading_the_weight_of_a_spectral_norm_is_no_step_of_its_iteration():
+    first = nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 8, 3))
+    model = nn.Sequential(first, nn.ReLU(), nn.Conv2d(8, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    model.train()
+    x = torch.randn(2, 3, 9, 9)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    plan = fxprune.plan(model, x, calibration=[x], importance="reconstruction")
+    plan.mask(model), plan.apply(model), plan.penalty(model)
+    fxprune.prune(model, x)
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+    small = plan.apply(model, inplace=True)
+    assert torch.equal(
+        before["0.parametrizations.weight.0._u"], small[0].parametrizations.weight[0]._u
+    )

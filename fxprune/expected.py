@@ -1,0 +1,169 @@
+"""The second walk on draws: what removed channels said in the mean, as far as norms tell.
+
+Whatever goes into a batch norm, what comes out has mean β and standard deviation |γ| over the
+data of training. So a removed channel said β + γ·z with a z of which these two moments are known,
+and the layers behind read the mean of act(β + γ·z), where a mask says act(β). z is taken for normal
+here, as in data-free estimates of what batch norm layers emit (Nagel et al., arXiv 1906.04721,
+section 4.2.1).
+
+The walk follows :data:`DRAWS` values of each constant at once: the means of z in as many parts of
+equal probability. The mean of a function that is linear inside each part is then exact, so that of
+ReLU is but for one part; Gauss-Hermite nodes are for smooth functions, and twice as far off there.
+Each norm takes them in another order (a Latin hypercube, McKay et al. 1979), so that the branches
+of a sum count as independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .call import Call
+from .channels import FROZEN, Axis, Channels, SourceAxis
+from .constants import Constants, or_nan
+
+DRAWS = 16
+
+
+def expect(constants: Constants) -> None:
+    """Have what a walk read tell the mean and the variance of its channels."""
+    if not constants.norms:
+        return
+    walk = Expected(*constants.given, attention=constants.attention)
+    walk.every = constants.every
+    walk.run()
+    for read, drawn in zip(constants.reads, walk.reads, strict=True):
+        values = walk.values_of(drawn.constant)
+        unknown = torch.isnan(drawn.constant)
+        read.mean = torch.where(unknown, torch.nan, values.mean(0))
+        read.variance = torch.where(unknown, torch.nan, values.var(0, correction=0))
+
+
+def normal_points(count: int) -> Tensor:
+    """The mean of a standard normal variable in each of ``count`` parts of equal probability."""
+    normal = NormalDist()
+    edges = [normal.inv_cdf(i / count) for i in range(1, count)]
+    heights = np.array([0.0, *map(normal.pdf, edges), 0.0])
+    return torch.from_numpy(-count * np.diff(heights))
+
+
+class Expected(Constants):
+    """Constants are numbers of entries here, so channels move as they always do, and functions are
+    called on the values. 0 is zero, NaN none, -n the n-th plain number, n the n-th with draws."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._plain = _Table(1)
+        self._drawn = _Table(DRAWS)
+        self._points = normal_points(DRAWS)
+        self._order = np.random.default_rng(0)
+
+    def values_of(self, entries: Tensor) -> Tensor:
+        """(draws, ...): what entries hold, with one draw where all are plain numbers."""
+        index = entries.nan_to_num().long()
+        plain = self._plain.rows[:, (-index).clamp(min=0)]
+        if not bool((index > 0).any()):
+            return plain
+        return self._drawn.rows[:, index.clamp(min=0)].add_(plain)  # of which one is zero
+
+    def _entries(self, values: Tensor) -> Tensor:
+        """Entries that hold ``values`` (draws, ...); NaN where one of them is none."""
+        sign, table = (-1, self._plain) if len(values) == 1 else (1, self._drawn)
+        entries = sign * table.add(values.reshape(len(values), -1)).reshape(values.shape[1:])
+        entries = torch.where((values != 0).any(0), entries, 0.0)
+        return torch.where(values.isfinite().all(0), entries, torch.nan)
+
+    # -- where numbers come from ----------------------------------------------------------------
+
+    def born(self, axis: SourceAxis, units: Tensor) -> Tensor:
+        return self._entries(super().born(axis, units)[None])
+
+    def blank(self, call: Call, value: float | None) -> Channels:
+        x = super().blank(call, value)
+        if value is None:
+            return x
+        axes = (replace(a, constant=self._entries(or_nan(a)[None])) for a in x.axes)
+        return replace(x, axes=tuple(axes))
+
+    def emitted(
+        self, call: Call, x: Channels, dims: Sequence[int], find: Callable[[bool], Tensor]
+    ) -> Channels:
+        return super().emitted(call, x, dims, lambda silent: self._entries(find(silent)[None]))
+
+    def move(self, *args: Any, **kwargs: Any) -> Channels:
+        """What an op fills in is no entry; it belongs to no unit."""
+        x = super().move(*args, **kwargs)
+        axes = (
+            replace(a, constant=torch.where(a.units == FROZEN, torch.nan, a.constant))
+            if a.constant is not None else a
+            for a in x.axes
+        )  # fmt: skip
+        return replace(x, axes=tuple(axes))
+
+    def meet_constants(self, call, operands, touched, dims, shape, function):
+        if function is not None:
+            function = partial(self._each, function, [bool(axes) for axes in touched])
+        return super().meet_constants(call, operands, touched, dims, shape, function)
+
+    def _each(self, function: Callable, entries: list[bool], tensors: Sequence[Tensor]) -> Tensor:
+        """A function on every draw of those of its arguments that are entries."""
+        values = [
+            self.values_of(t) if is_entry else t[None]
+            for t, is_entry in zip(tensors, entries, strict=True)
+        ]
+        found = [
+            function([v[min(i, len(v) - 1)] for v in values]).double()
+            for i in range(max(map(len, values)))
+        ]
+        return self._entries(torch.stack(found))
+
+    # -- where draws come from ------------------------------------------------------------------
+
+    def standardised(self, call, y, mean, deviation, variance):
+        points = self._points[torch.from_numpy(self._order.permutation(DRAWS))]
+        axes = []
+        for axis in y.axes:
+            shift, scale = self._unmasked(mean, axis, 0.0), self._unmasked(deviation, axis, 1.0)
+            says = ~self.removed(axis.units)
+            says |= ~torch.isnan(or_nan(axis)) & ~self.is_silent(axis.units)
+            if shift is not None and scale is not None and bool(says.any()):
+                constant = or_nan(axis).clone()
+                constant[says] = self._entries(shift[says] + scale[says] * points[:, None])
+                axis = replace(axis, constant=constant)
+            axes.append(axis)
+        return replace(y, axes=tuple(axes))
+
+    def _unmasked(self, vector: Channels | None, axis: Axis, absent: float) -> Tensor | None:
+        """A norm's own values on the slices of ``axis``, as they are without a mask; None where
+        the model computes them."""
+        if vector is None:
+            return torch.full(axis.units.shape, absent, dtype=torch.float64)
+        own = vector.touching(axis.dims)
+        if len(own) != 1 or own[0].source is None:
+            return None
+        source = own[0].source
+        values = source.rows(self.read(source.name).double().cpu()).reshape(own[0].units.shape)
+        return own[0].over(axis.dims, values).expand(axis.units.shape)
+
+
+class _Table:
+    """Columns of numbers, the first of them zeros; room for more is made in large steps."""
+
+    def __init__(self, height: int) -> None:
+        self.rows = torch.zeros(height, 1024, dtype=torch.float64)
+        self._count = 1
+
+    def add(self, columns: Tensor) -> Tensor:
+        """Where ``columns`` (height, n) are from now on: (n,)."""
+        first, self._count = self._count, self._count + columns.shape[1]
+        if self._count > self.rows.shape[1]:
+            self.rows = torch.cat([self.rows, self.rows.new_zeros(len(self.rows), self._count)], 1)
+        self.rows[:, first : self._count] = columns
+        return torch.arange(first, self._count, dtype=torch.float64)
