@@ -9,6 +9,7 @@ import fxprune.patterns as patterns
 from . import masks
 from .api import prune
 from .batchnorm import recalibrate_batchnorm
+from .budgets import Reached, Target
 from .benchmarking import BenchmarkResult, benchmark
 from .compacting import compact
 from .errors import (
@@ -21,6 +22,7 @@ from .errors import (
     PruningWarning,
     SettingError,
 )
+from .latency import LatencyTable
 from .pattern_check import check_pattern
 from .pattern_types import Pattern, pattern
 from .planning import plan
@@ -33,6 +35,7 @@ __all__ = [
     "BenchmarkResult",
     "ChannelGroup",
     "InputError",
+    "LatencyTable",
     "ModelError",
     "Pattern",
     "PatternError",
@@ -41,7 +44,9 @@ __all__ = [
     "PruningError",
     "PruningPlan",
     "PruningWarning",
+    "Reached",
     "SettingError",
+    "Target",
     "benchmark",
     "check_pattern",
     "compact",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
+from .budgets import Target
 from .errors import SettingError
 from .pattern_types import Pattern
 from .planning import plan
@@ -19,11 +20,12 @@ def prune(
     model: nn.Module,
     example_input: Any,
     *,
-    sparsity: float | Mapping[Any, float] = 0.5,
+    sparsity: float | Mapping[Any, float] | None = None,
+    target: Target | None = None,
     ignore: Iterable[Any] | str | type | nn.Module = (),
     importance: Any = "l2",
     scope: str = "local",
-    round_to: int = 1,
+    round_to: int | Literal["auto"] = 1,
     bias: str = "propagate",
     exact: bool = False,
     attention: str = "heads",
@@ -41,8 +43,8 @@ def prune(
     Args:
         model: any module that runs on ``example_input``. It is left untouched.
         example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
-        sparsity, ignore, importance, scope, round_to, bias, exact, attention, outputs, patterns,
-            calibration, calibration_batches, calibration_mode: see :func:`fxprune.plan`.
+        sparsity, target, ignore, importance, scope, round_to, bias, exact, attention, outputs,
+            patterns, calibration, calibration_batches, calibration_mode: see :func:`fxprune.plan`.
         inplace: change ``model`` itself; an exception leaves it as it was.
         as_graph: return the pruned model as one :class:`torch.fx.GraphModule`, recorded from its
             run on ``example_input`` (:func:`fxprune.trace`), for those who go on with fx passes.
@@ -60,6 +62,7 @@ def prune(
         model,
         example_input,
         sparsity=sparsity,
+        target=target,
         ignore=ignore,
         importance=importance,
         scope=scope,

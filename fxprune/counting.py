@@ -138,7 +138,7 @@ def tensor_lengths(relations: Relations, lengths: Lengths) -> dict[str, list[tup
     return found
 
 
-def _product(dims: Iterable[tuple[int, int | None]], factor: float = 1.0) -> Term:
+def product_of(dims: Iterable[tuple[int, int | None]], factor: float = 1.0) -> Term:
     moving = []
     for size, number in dims:
         if number is None:
@@ -159,7 +159,7 @@ def parameters(trace: Trace, relations: Relations, lengths: Lengths) -> Count:
             terms.append(_like(parameter, computed, trace, views))
         else:
             first = trace.names.get(id(parameter), name)
-            terms.append(_product(views.get(first, [(parameter.numel(), None)])))
+            terms.append(product_of(views.get(first, [(parameter.numel(), None)])))
     return Count(lengths, terms)
 
 
@@ -167,14 +167,14 @@ def _like(parameter: Tensor, computed: str, trace: Trace, views: dict[str, Any])
     """A parametrization's own tensor: its dimensions are those of what is computed, or 1."""
     shape = tuple(read_attribute(trace.model, computed).shape)
     if computed not in views or len(shape) != parameter.dim():
-        return _product([(parameter.numel(), None)])
+        return product_of([(parameter.numel(), None)])
     view = views[computed]
     dims: list[tuple[int, int | None]] = []
     for n, old, parts in zip(
         parameter.shape, shape, view_dims(shape, tuple(s for s, _ in view)), strict=True
     ):
         dims += [view[d] for d in parts] if n == old else [(n, None)]
-    return _product(dims)
+    return product_of(dims)
 
 
 def multiply_accumulates(
@@ -201,7 +201,7 @@ def multiply_accumulates(
             else:
                 result.unsure, dims = True, []
             size = np.prod([n for n, _ in dims], dtype=float)
-            result.terms.append(_product(dims, flops / 2 / max(size, 1.0)))
+            result.terms.append(product_of(dims, flops / 2 / max(size, 1.0)))
     return result
 
 
@@ -234,8 +234,9 @@ def _run(trace: Trace, views: Iterable[str], example_input: Any) -> dict[fx.Node
         for context in (evaluating(trace.model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH),
                         parametrize.cached()):  # else a computed tensor is another at each read
             stack.enter_context(context)  # fmt: skip
+        tensors = {name: read_attribute(trace.model, name) for name in views}
         names = {
-            read_attribute(trace.model, name).untyped_storage().data_ptr(): name for name in views
+            t.untyped_storage().data_ptr(): name for name, t in tensors.items() if t.dim() > 1
         }
         noting = {op: _noting(count, ops, names) for op, count in flop_registry.items()}
         run = Run(trace.graph_module(), example_input)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from . import fusions, groups, importance
 from .assembling import assemble
+from .budgeting import Budget
 from .channels import SourceAxis
 from .code import CannotRewrite, Code, rewrite
 from .constants import Constants
@@ -23,6 +25,7 @@ from .reconstruction import Reconstruction
 from .recording import Trace
 from .replay import Replay
 from .scope import share_out, work_of
+from .searching import Options
 from .select import Choice, keep_count
 from .settings import Settings, matches
 
@@ -39,6 +42,7 @@ class Planner:
 
     constants = Constants  # the second walk
     reconstruction: Reconstruction | None = None  # scores units, where that is asked for
+    budget: Budget | None = None  # says how many go, where a target is given
 
     def __init__(
         self,
@@ -65,9 +69,13 @@ class Planner:
     def plan(self) -> PruningPlan:
         self._ask()
         for _ in range(_ROUNDS):
+            if self.budget is not None:
+                self._spend(self.budget)
             replay = self._attempt()
-            if replay is not None:
-                return assemble(self, replay)
+            if replay is not None and self._is_met():
+                result = assemble(self, replay)
+                if self.budget is None or self.budget.is_counted(result):
+                    return result
         raise AssertionError("freezing did not come to an end")  # each round freezes a group
 
     def _ask(self) -> None:
@@ -79,7 +87,7 @@ class Planner:
             if group.frozen is None and reason:
                 group.frozen = reason
             self.asked[id(group)] = fraction
-        if self.settings.scope == "global":
+        if self.settings.scope == "global" and self.budget is None:
             self._share_out()
         losing = [g for g in self.groups if g.frozen is None and self.asked[id(g)] > 0]
         size = len(self.removed)
@@ -98,6 +106,30 @@ class Planner:
             own = [slices[a.first].among(index, len(group.units)) for a in group.axes]
             index[group.units] = -1
             self.scores[id(group)] = importance.scores(score, own, self.name(group))
+
+    def _spend(self, budget: Budget) -> None:
+        """Choose by a target."""
+        losing = [g for g in self.groups if g.frozen is None and id(g) in self.scores]
+        options = [Options(self._choice(g), self._step(g)) for g in losing]
+
+        def fractions(knob: float) -> list[float]:
+            self.asked |= {id(g): knob for g in losing}
+            if self.settings.scope == "global":
+                self._share_out()
+            return [self.asked[id(g)] for g in losing]
+
+        stays = budget.choose(options, fractions)
+        self.chosen = {id(g): kept for g, kept in zip(losing, stays, strict=True)}
+
+    def _is_met(self) -> bool:
+        """Whether a target is; groups that it leaves whole say so."""
+        if self.budget is None:
+            return True
+        met = self.budget.is_met(self.removed, self.carriers, self.folds)
+        for group in self.groups if met else ():
+            if group.frozen is None and not self.removed[group.units].any():
+                group.frozen = "the target is met with all of its units"
+        return met
 
     def _share_out(self) -> None:
         """Have groups lose more or less than they are asked to, for the same work in all."""
@@ -169,10 +201,21 @@ class Planner:
         """For each unit of a group whether it is to stay; None where all do."""
         if id(group) not in self.scores or group.frozen is not None:
             return None
-        stays = self._choice(group).keep(self.asked[id(group)], self.settings.round_to)
+        if self.budget is not None:
+            return self.chosen[id(group)]
+        stays = self._choice(group).keep(self.asked[id(group)], self._step(group))
         if stays.all():
             group.frozen = self._why_nothing_goes(group)
         return stays
+
+    def _step(self, group: groups.Group) -> int:
+        """``round_to`` in units: of its channels, which may go several at a time."""
+        wide = self.settings.round_to
+        for axis in group.producers:
+            classes = self.relations.of(axis).reshape(-1)
+            own = np.bincount(np.searchsorted(group.units, classes[np.isin(classes, group.units)]))
+            wide = math.gcd(wide, *own[own > 0].tolist())
+        return self.settings.round_to // wide
 
     def _why_nothing_goes(self, group: groups.Group) -> str:
         width, asked = len(group.units), self.asked[id(group)]

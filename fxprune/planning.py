@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from . import fusions
 from .batches import Batches
+from .budgeting import Budget
+from .budgets import Target
 from .calibrating import calibrate, check_mode
 from .check import check_model
 from .discover import discover
@@ -23,18 +25,19 @@ from .recorder import record
 from .recording import Trace
 from .registry import every, scope
 from .running import uncollected
-from .settings import Settings, check_names, make_settings
+from .settings import Settings, check_names, for_model, make_settings
 
 
 def plan(
     model: nn.Module,
     example_input: Any,
     *,
-    sparsity: float | Mapping[Any, float] = 0.5,
+    sparsity: float | Mapping[Any, float] | None = None,
+    target: Target | None = None,
     ignore: Iterable[Any] | str | type | nn.Module = (),
     importance: Any = "l2",
     scope: str = "local",
-    round_to: int = 1,
+    round_to: int | Literal["auto"] = 1,
     bias: str = "propagate",
     exact: bool = False,
     attention: str = "heads",
@@ -51,7 +54,9 @@ def plan(
         example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
         sparsity: the fraction of units that each group loses, in [0, 1); or a mapping from module
             name (globs allowed) or module type to a fraction. Layers that a mapping does not match
-            stay whole, with all that is coupled to them.
+            stay whole, with all that is coupled to them. By default 0.5.
+        target: what is to be left, instead: ``fxprune.Target(params=0.5)``, ``macs`` or
+            ``latency``. ``plan.target`` says what was asked and got.
         ignore: module names, globs, types or modules whose output channels all stay.
         importance: ``"l2"``, ``"l1"``, ``"random"``, ``"fpgm"`` or a callable
             (:mod:`fxprune.importance`); the lowest scores go. With ``calibration``,
@@ -60,7 +65,9 @@ def plan(
         scope: ``"local"``: every group loses the same fraction. ``"global"``: groups lose more or
             less of their units, where ``importance="reconstruction"`` predicts the least error, for
             as many multiply-accumulates as ``"local"`` would leave.
-        round_to: kept widths are multiples of this where they shrink at all.
+        round_to: kept widths are multiples of this where they shrink at all; in channels, also
+            where they go several at a time (heads). ``"auto"``: what the device works well with
+            (:func:`fxprune.rounding.preferred`).
         bias: ``"propagate"`` moves what removed channels still emit into the layers that read
             them; ``"drop"`` has removed channels contribute nothing.
         exact: keep one masked channel as a carrier where zero padding would make a moved constant
@@ -81,17 +88,25 @@ def plan(
         PruningError: a setting, the model or the input cannot be used; the message says why.
     """
     settings = make_settings(
-        sparsity, ignore, importance, round_to, bias, exact, attention, outputs, scope
+        sparsity, ignore, importance, round_to, bias, exact, attention, outputs, scope, target
     )
     if calibration is None:
         if importance == "reconstruction":
             raise SettingError("importance='reconstruction' needs inputs: pass calibration=")
-        return make_plan(model, example_input, settings, patterns, Planner)
+        return _told(make_plan(model, example_input, settings, patterns, Planner))
     batches = Batches(calibration, model, example_input, calibration_batches)
     check_mode(calibration_mode)
     made = make_plan(model, example_input, settings, patterns, Planner, batches)
     calibrate(made, model, batches, mode=calibration_mode)
-    return made
+    return _told(made)
+
+
+def _told(plan: PruningPlan) -> PruningPlan:
+    """With what its target comes to."""
+    if plan._budget is not None:
+        plan.target = plan._budget.reached(plan)
+        plan._budget.tell(plan.target)
+    return plan
 
 
 def make_plan(
@@ -105,6 +120,7 @@ def make_plan(
     """Record, relate, and let a planner choose, by what ``batches`` tell if it is asked to."""
     check_model(model, example_input)
     check_names(model, settings)
+    settings = for_model(settings, model)
 
     @cache
     def trained() -> Trace | None:
@@ -123,6 +139,8 @@ def make_plan(
             chooser.reconstruction = Reconstruction(
                 trace, relations, batches, attention=settings.attention
             )
+        if settings.target is not None:
+            chooser.budget = Budget(settings.target, trace, relations, example_input)
         return chooser.plan()
 
 

@@ -159,7 +159,7 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
             new = new + deltas[name].to(new).reshape(new.shape)
         if name in plan.kept:
             new = shrink(new, axes[name], plan._replay)
-        new = new.contiguous(memory_format=_memory_format(old))
+        new = new.contiguous(memory_format=memory_format(old))
         if new.data_ptr() == old.data_ptr():
             new = new.clone()
         path, _, attribute = name.rpartition(".")
@@ -213,7 +213,7 @@ def _carried(weight: Tensor, carry: Carry) -> Tensor:
     return (seen + total * axis.laid(onto.to(seen))).reshape(weight.shape)
 
 
-def _memory_format(tensor: Tensor) -> torch.memory_format:
+def memory_format(tensor: Tensor) -> torch.memory_format:
     for rank, form in ((4, torch.channels_last), (5, torch.channels_last_3d)):
         dense = tensor.dim() != rank or tensor.is_contiguous()
         if not dense and tensor.is_contiguous(memory_format=form):

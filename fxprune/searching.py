@@ -1,0 +1,180 @@
+"""Which units go for a budget: a search over one number, how much all groups lose, then unit by
+unit.
+
+A candidate costs as much as counting it: units are scored once, and nothing is pruned to see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .budgets import Measure
+from .select import Choice, keep_count
+
+_FINE = 1e-3  # relative distance at which single units are not worth the search
+_HALVINGS = 24
+_SWAPS = 50  # single steps at most, after the search
+
+Levels = tuple[int, ...]  # of each group, how many units it is asked to lose
+
+
+@dataclass
+class Options:
+    """One group's choices, by how many of its units are to go.
+
+    Args:
+        choice: its units, their scores, and what has to stay equal.
+        step: the number of units that stay is a multiple of this.
+        rungs: numbers of units that may stay; all of them where it is empty.
+    """
+
+    choice: Choice
+    step: int = 1
+    rungs: Sequence[int] = ()
+    _kept: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
+
+    @property
+    def width(self) -> int:
+        return len(self.choice.units)
+
+    def level(self, fraction: float) -> int:
+        """How many units go for a fraction; with rungs, down to the next that stays above."""
+        kept = keep_count(self.width, fraction)
+        if self.rungs:
+            kept = min((r for r in self.rungs if r >= kept), default=self.width)
+        return self.width - kept
+
+    def kept(self, level: int) -> np.ndarray:
+        """For each unit whether it stays."""
+        if level not in self._kept:
+            fraction = level / self.width
+            self._kept[level] = (
+                self.choice.keep(fraction, self.step) if level else np.ones(self.width, dtype=bool)
+            )
+        return self._kept[level]
+
+    def next(self, level: int, by: int, most: int) -> int | None:
+        """The next level at which more units (``by`` 1) or fewer (-1) go than at this one."""
+        count = self.kept(level).sum()
+        while 0 <= (level := level + by) <= most:
+            if self.rungs and self.width - level not in (*self.rungs, self.width):
+                continue
+            if (self.kept(level).sum() - count) * by < 0:
+                return level
+        return None
+
+    def margin(self, level: int) -> float:
+        """The score of the unit that would go next, relative to the mean: groups are compared."""
+        scores = np.sort(self.choice.scores)
+        return float(scores[min(level, self.width - 1)] / max(abs(scores.mean()), 1e-30))
+
+
+class Search:
+    """Args:
+    measure: what a choice leaves.
+    goal: what is to be left.
+    size: number of unit classes.
+    options: of each group.
+    fractions: what each group loses for a number in [0, 1), in the order of ``options``.
+    """
+
+    def __init__(
+        self,
+        measure: Measure,
+        goal: float,
+        size: int,
+        options: list[Options],
+        fractions: Callable[[float], list[float]],
+    ) -> None:
+        self.measure, self.goal, self.size = measure, goal, size
+        self.options, self.fractions = options, fractions
+        self._found: dict[Levels, float] = {}
+        self.most = self.levels(1 - 1e-9)
+        self.least = self.cost(self.most)
+
+    def levels(self, knob: float) -> Levels:
+        return tuple(o.level(f) for o, f in zip(self.options, self.fractions(knob), strict=True))
+
+    def kept(self, levels: Levels) -> np.ndarray:
+        """By unit class."""
+        kept = np.ones(self.size, dtype=bool)
+        for option, level in zip(self.options, levels, strict=True):
+            kept[option.choice.units] = option.kept(level)
+        return kept
+
+    def cost(self, levels: Levels) -> float:
+        if levels not in self._found:
+            self._found[levels] = self.measure(self.kept(levels))
+        return self._found[levels]
+
+    def off(self, levels: Levels) -> float:
+        return abs(self.cost(levels) - self.goal)
+
+    def run(self) -> Levels:
+        """The levels that come nearest to the goal."""
+        nothing = (0,) * len(self.options)
+        if self.cost(nothing) <= self.goal:
+            return nothing
+        if self.least >= self.goal:
+            return self.most
+        above, below = self._halve(nothing)
+        return self._finish(min(self._between(above, below), key=self.off))
+
+    def _halve(self, above: Levels) -> tuple[Levels, Levels]:
+        """Neighbours on the staircase of the one number, above the goal and below."""
+        low, high, below = 0.0, 1 - 1e-9, self.most
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            found = self.levels(middle)
+            if self.cost(found) > self.goal:
+                low, above = middle, found
+            else:
+                high, below = middle, found
+            if above == below or self.off(found) <= _FINE * self.goal:
+                break
+        return above, below
+
+    def _between(self, above: Levels, below: Levels) -> tuple[Levels, Levels]:
+        """On the way from one to the other, the units of lowest score first."""
+        steps = []
+        for i, (start, stop) in enumerate(zip(above, below, strict=True)):
+            level, option = start, self.options[i]
+            while level < stop and (after := option.next(level, 1, stop)) is not None:
+                steps.append((option.margin(level), i, after))
+                level = after
+        steps.sort()
+
+        def at(count: int) -> Levels:
+            found = list(above)
+            for _, i, level in steps[:count]:
+                found[i] = max(found[i], level)
+            return tuple(found)
+
+        low, high = 0, len(steps)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.cost(at(middle)) > self.goal else (low, middle)
+        return at(low), at(high)
+
+    def _finish(self, levels: Levels) -> Levels:
+        """Single steps of single groups, as long as one comes nearer: of those that come near
+        enough, the one that costs the lowest score."""
+        for _ in range(_SWAPS):
+            if self.off(levels) <= _FINE * self.goal:
+                break
+            by = 1 if self.cost(levels) > self.goal else -1
+            found = []
+            for i, option in enumerate(self.options):
+                after = option.next(levels[i], by, self.most[i])
+                if after is not None:
+                    moved = (*levels[:i], after, *levels[i + 1 :])
+                    score = by * option.margin(min(levels[i], after))
+                    found.append((max(self.off(moved), _FINE * self.goal), score, moved))
+            if not found or min(found)[0] >= self.off(levels):
+                break
+            levels = min(found)[2]
+        return levels
+
