@@ -9,8 +9,8 @@ import fxprune.patterns as patterns
 from . import masks
 from .api import prune
 from .batchnorm import recalibrate_batchnorm
-from .budgets import Reached, Target
 from .benchmarking import BenchmarkResult, benchmark
+from .budgets import Reached, Target
 from .compacting import compact
 from .errors import (
     InputError,
@@ -22,13 +22,13 @@ from .errors import (
     PruningWarning,
     SettingError,
 )
-from .latency import LatencyTable
 from .pattern_check import check_pattern
 from .pattern_types import Pattern, pattern
 from .planning import plan
 from .pruning_plan import ChannelGroup, PruningPlan
 from .recorder import trace
 from .registry import register, unregister
+from .timing import LatencyTable
 
 __version__ = "0.1.0"
 __all__ = [

@@ -25,6 +25,8 @@ def prune(
     ignore: Iterable[Any] | str | type | nn.Module = (),
     importance: Any = "l2",
     scope: str = "local",
+    min_width: Any = None,
+    max_sparsity: Any = None,
     round_to: int | Literal["auto"] = 1,
     bias: str = "propagate",
     exact: bool = False,
@@ -43,8 +45,9 @@ def prune(
     Args:
         model: any module that runs on ``example_input``. It is left untouched.
         example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
-        sparsity, target, ignore, importance, scope, round_to, bias, exact, attention, outputs,
-            patterns, calibration, calibration_batches, calibration_mode: see :func:`fxprune.plan`.
+        sparsity, target, ignore, importance, scope, min_width, max_sparsity, round_to, bias, exact,
+            attention, outputs, patterns, calibration, calibration_batches, calibration_mode: see
+            :func:`fxprune.plan`.
         inplace: change ``model`` itself; an exception leaves it as it was.
         as_graph: return the pruned model as one :class:`torch.fx.GraphModule`, recorded from its
             run on ``example_input`` (:func:`fxprune.trace`), for those who go on with fx passes.
@@ -66,6 +69,8 @@ def prune(
         ignore=ignore,
         importance=importance,
         scope=scope,
+        min_width=min_width,
+        max_sparsity=max_sparsity,
         round_to=round_to,
         bias=bias,
         exact=exact,

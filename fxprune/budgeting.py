@@ -100,10 +100,8 @@ class Budget:
         return Reached(self.target.measure, self.original, self.goal, got, self.least)
 
     def is_counted(self, plan: Any) -> bool:
-        """Whether what was foreseen can be trusted; where an op is not known well enough, the
-        pruned model is run to see."""
-        if self.target.measure != "macs" or not self.measure.unsure:
-            return True
+        """Whether what was foreseen of an op that is not known well enough is so: the pruned model
+        is run to see."""
         small = plan.apply(self.trace.model)
         off = benchmarking.macs(small, self.example_input) - self.reached(plan).got
         self.correction += off
@@ -125,6 +123,6 @@ class Budget:
         else:
             why = "no choice of widths comes nearer"
         warn(
-            f"the target of {asked} {reached.measure} is not reached: {why}. The plan leaves {got}; "
-            f"within reach is {least} to {most}"
+            f"the target of {asked} {reached.measure} is not reached: {why}. The plan leaves "
+            f"{got}; within reach is {least} to {most}"
         )

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any
 
 from .errors import SettingError
+from .timing import LatencyTable
 
 CLOSE = 0.01  # relative distance from what is asked for that is as good as there
 MEASURES = ("params", "macs", "latency")
@@ -37,7 +38,7 @@ class Target:
     params: float | int | None = None
     macs: float | int | None = None
     latency: float | str | None = None
-    table: Any = None
+    table: LatencyTable | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in MEASURES if getattr(self, name) is not None]
@@ -47,6 +48,8 @@ class Target:
             )
         if self.table is not None and self.measure != "latency":
             raise SettingError("table= is for Target(latency=…) only")
+        if self.table is not None and not isinstance(self.table, LatencyTable):
+            raise SettingError(f"table={self.table!r} is no fxprune.LatencyTable")
         self.goal(1.0)  # raises where it means nothing
 
     @property
@@ -74,7 +77,8 @@ class Target:
         whole = {"params": "an integer above 1", "macs": "a number above 1",
                  "latency": "a time with its unit, such as '2ms'"}[self.measure]  # fmt: skip
         raise SettingError(
-            f"{self.measure}={value!r} is neither a fraction in (0, 1) of the original's nor {whole}"
+            f"{self.measure}={value!r} is neither a fraction in (0, 1) of the original's nor "
+            f"{whole}"
         )
 
     def __repr__(self) -> str:

@@ -6,9 +6,11 @@ sum of products of such numbers, and all of them are counted at once for any cho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -108,23 +110,22 @@ class Count:
 
     lengths: Lengths
     terms: list[Term]
-    fixed: float = 0.0  # what does not change
     unsure: bool = False  # whether some of it was taken as fixed for want of better knowledge
-    _arrays: tuple[np.ndarray, ...] | None = field(default=None, repr=False)
+
+    @cached_property
+    def _moving(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of the terms that change: all their lengths, where each term's start, and factors."""
+        terms = [t for t in self.terms if t.lengths]
+        flat = np.array([n for t in terms for n in t.lengths], dtype=np.int64)
+        starts = np.cumsum([0, *(len(t.lengths) for t in terms)])[:-1]
+        return flat, starts, np.array([t.factor for t in terms])
 
     def __call__(self, kept: np.ndarray) -> float:
-        if self._arrays is None:
-            moving = [t for t in self.terms if t.lengths]
-            flat = np.array([n for t in moving for n in t.lengths], dtype=np.int64)
-            starts = np.cumsum([0, *(len(t.lengths) for t in moving)])[:-1]
-            constant = self.fixed + sum(t.factor for t in self.terms if not t.lengths)
-            factors = np.array([t.factor for t in moving])
-            self._arrays = flat, starts, factors, np.array(constant)
-        flat, starts, factors, constant = self._arrays
-        if not len(flat):
-            return float(constant)
-        found = self.lengths.measure(kept)[flat]
-        return float(np.multiply.reduceat(found, starts) @ factors + constant)
+        flat, starts, factors = self._moving
+        total = sum(t.factor for t in self.terms if not t.lengths)
+        if len(flat):
+            total += np.multiply.reduceat(self.lengths.measure(kept)[flat], starts) @ factors
+        return float(total)
 
 
 def tensor_lengths(relations: Relations, lengths: Lengths) -> dict[str, list[tuple[int, Any]]]:
@@ -200,8 +201,8 @@ def multiply_accumulates(
                 dims = views[names[0]]
             else:
                 result.unsure, dims = True, []
-            size = np.prod([n for n, _ in dims], dtype=float)
-            result.terms.append(product_of(dims, flops / 2 / max(size, 1.0)))
+            size = math.prod(n for n, _ in dims)
+            result.terms.append(product_of(dims, flops / 2 / max(size, 1)))
     return result
 
 
@@ -231,13 +232,15 @@ def _run(trace: Trace, views: Iterable[str], example_input: Any) -> dict[fx.Node
     found: dict[fx.Node, Ops] = {}
     ops: Ops = []
     with ExitStack() as stack:
-        for context in (evaluating(trace.model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH),
-                        parametrize.cached()):  # else a computed tensor is another at each read
+        for context in (
+            evaluating(trace.model),
+            torch.no_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+            parametrize.cached(),
+        ):  # else a computed tensor is another at each read
             stack.enter_context(context)  # fmt: skip
         tensors = {name: read_attribute(trace.model, name) for name in views}
-        names = {
-            t.untyped_storage().data_ptr(): name for name, t in tensors.items() if t.dim() > 1
-        }
+        names = {t.untyped_storage().data_ptr(): name for name, t in tensors.items() if t.dim() > 1}
         noting = {op: _noting(count, ops, names) for op, count in flop_registry.items()}
         run = Run(trace.graph_module(), example_input)
         with FlopCounterMode(display=False, custom_mapping=noting):

@@ -9,15 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
-import os
-import platform
 import sys
-import tempfile
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,111 +20,20 @@ import torch
 from torch import Tensor, fx, nn
 
 from .algebra import computed_by_hook
-from .benchmarking import seconds_of
 from .channels import Channels
 from .counting import Count, Lengths, product_of, tensor_lengths
 from .discover import Relations
 from .layout import view_dims
-from .errors import SettingError, warn
 from .recording import Trace
 from .rewrite import memory_format
 from .running import bind_inputs, copy_model, evaluating, tensors_of
 from .spec import Spec
+from .timing import LatencyTable
 from .widths import NewSizes
 
-_RUNGS = 16  # widths of a group that are tried
+_RUNGS = 16  # widths of a group that are tried, at least where it has as many
 
-Timer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], float]
 Dims = list[tuple[int, "int | None"]]  # size, and the number of the length where it changes
-
-
-class LatencyTable:
-    """Seconds that layers take, measured where they are not known, and kept on disk.
-
-    There is a file for each device and version of PyTorch, in ``~/.cache/fxprune`` or where the
-    environment variable ``FXPRUNE_CACHE`` says. A time holds for a layer of a type, with its
-    settings, widths, input shapes, dtypes and memory formats, and a number of CPU threads.
-
-    Args:
-        path: a folder for the files instead.
-        timer: ``timer(module, args, kwargs) -> seconds`` of one call, instead of the clock: for a
-            device that PyTorch does not run on. Its times are not kept on disk but in ``path``,
-            if that is given.
-    """
-
-    def __init__(self, path: str | Path | None = None, *, timer: Timer | None = None) -> None:
-        if timer is not None and not callable(timer):
-            raise SettingError(f"timer={timer!r} is no function of a module and its inputs")
-        self.timer = timer
-        self.folder = None
-        if path is not None or timer is None:
-            default = os.environ.get("FXPRUNE_CACHE") or Path.home() / ".cache" / "fxprune"
-            self.folder = Path(path if path is not None else default).expanduser()
-        self.times: dict[str, float] = {}
-        self.measured = 0  # how many were not known
-        self._read: set[Path] = set()
-
-    def __repr__(self) -> str:
-        return f"LatencyTable({str(self.folder or '')!r}, {len(self.times)} layers)"
-
-    def time(self, key: str, device: torch.device, make: Callable[[], Any]) -> float:
-        """Of the layer that ``key`` names; ``make`` gives (module, args, kwargs)."""
-        self.load(device)
-        if key not in self.times:
-            module, args, kwargs = make()
-            with torch.no_grad():
-                found = (self.timer or seconds_of)(module, args, kwargs)
-            if not (isinstance(found, float | int) and math.isfinite(found) and found >= 0):
-                raise SettingError(f"timer returned {found!r}, which is no number of seconds")
-            self.times[key] = float(found)
-            self.measured += 1
-        return self.times[key]
-
-    def file(self, device: torch.device) -> Path | None:
-        if self.folder is None:
-            return None
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-        words = f"{name} {device.type} torch {torch.__version__}"
-        short = "".join(c if c.isalnum() or c in ".+" else "-" for c in words)[:80]
-        return self.folder / f"{short}-{hashlib.sha1(words.encode()).hexdigest()[:8]}.json"
-
-    def load(self, device: torch.device) -> None:
-        """What is on disk, once; a file that cannot be read is measured anew."""
-        file = self.file(device)
-        if file is None or file in self._read:
-            return
-        self._read.add(file)
-        try:
-            found = json.loads(file.read_text())
-            times = {str(key): float(value) for key, value in found.items()}
-            if not all(math.isfinite(t) and t >= 0 for t in times.values()):
-                raise ValueError("a time is no number of seconds")
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            warn(f"{file} cannot be read ({error}): its layers are measured anew")
-            return
-        self.times = times | self.times
-
-    def save(self, device: torch.device) -> None:
-        """Write the file as a whole: another process may read it."""
-        file = self.file(device)
-        if file is None or not self.measured:
-            return
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
-                json.dump(self.times, new, indent=0)
-            os.replace(new.name, file)
-        except OSError as error:
-            warn(f"{file} cannot be written ({error}): layers will be measured again next time")
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 class Latency:
@@ -152,8 +56,6 @@ class Latency:
     ) -> None:
         self.trace, self.lengths = trace, lengths
         self.table = LatencyTable() if table is None else table
-        if not isinstance(self.table, LatencyTable):
-            raise SettingError(f"table={table!r} is no fxprune.LatencyTable")
         views = tensor_lengths(relations, lengths)
         self.layers = [
             _Layer(trace, node, relations, lengths, views)
@@ -172,10 +74,9 @@ class Latency:
         self.rest = max(0.0, total - self._layers(every)) / max(self.activity(every), 1.0)
 
     def rungs(self, width: int, step: int) -> list[int]:
-        """Numbers of units that may stay."""
-        count = min(_RUNGS, width)
-        found = {math.ceil(width * i / count / step) * step for i in range(1, count + 1)}
-        return sorted({min(n, width) for n in found})
+        """Numbers of units that may stay: multiples of a power of two, which devices like."""
+        apart = math.lcm(step, 2 ** max(0, int(math.log2(width / _RUNGS))))
+        return [*range(apart, width, apart), width]
 
     def __call__(self, kept: np.ndarray) -> float:
         return self._layers(kept) + self.rest * self.activity(kept)
@@ -230,12 +131,12 @@ class _Layer:
         self.inputs: dict[fx.Node, tuple[Dims, torch.dtype]] = {}
         for source in node.all_input_nodes:
             spec, value = source.meta["spec"], relations.values[source]
-            dims = (
-                list(zip(value.shape, lengths.dims(value), strict=True))
-                if isinstance(value, Channels) else [(n, None) for n in spec.shape]
-            )  # fmt: skip
+            dims: Dims = [(n, None) for n in spec.shape]
+            if isinstance(value, Channels):
+                dims = list(zip(value.shape, lengths.dims(value), strict=True))
             self.inputs[source] = dims, spec.dtype
-        self._form = next(map(memory_format, (t for t in self.tensors.values() if t.dim() == 4)), torch.contiguous_format)
+        forms = [memory_format(t) for t in self.tensors.values() if t.dim() == 4]
+        self._form = forms[0] if forms else torch.contiguous_format
         first = next(iter(self.tensors.values()))
         self.device = first.device
         plain = (int, float, str, bool, tuple, type(None))
@@ -270,7 +171,8 @@ class _Layer:
         for name, old in self.tensors.items():
             view = views[name]
             merged = view_dims(old.shape, tuple(n for n, _ in self.views[name]))
-            new = self._random(tuple(math.prod(view[d] for d in dims) for dims in merged), old.dtype)
+            shape = tuple(math.prod(view[d] for d in dims) for dims in merged)
+            new = self._random(shape, old.dtype)
             memo[id(old)] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
         module = copy_model(self.module, memo).eval()
         for name, value in attributes.items():
@@ -291,7 +193,8 @@ class _Layer:
     def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if not dtype.is_floating_point:
             return torch.zeros(shape, dtype=dtype, device=self.device)
-        found = torch.rand(shape, device=self.device).to(dtype)
+        same = torch.Generator(self.device).manual_seed(0)
+        found = torch.rand(shape, generator=same, device=self.device).to(dtype)
         if self._form is not torch.contiguous_format and len(shape) == 4:
             return found.contiguous(memory_format=self._form)
         return found

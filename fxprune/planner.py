@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from .pruning_plan import PruningPlan
 from .reconstruction import Reconstruction
 from .recording import Trace
 from .replay import Replay
-from .scope import share_out, work_of
+from .scope import MOST, Contender, fractions, structure, work_of
 from .searching import Options
 from .select import Choice, keep_count
 from .settings import Settings, matches
@@ -69,27 +70,24 @@ class Planner:
     def plan(self) -> PruningPlan:
         self._ask()
         for _ in range(_ROUNDS):
-            if self.budget is not None:
-                self._spend(self.budget)
+            self._divide()
             replay = self._attempt()
-            if replay is not None and self._is_met():
-                result = assemble(self, replay)
-                if self.budget is None or self.budget.is_counted(result):
-                    return result
+            if replay is not None and self._is_met(replay):
+                self._explain_whole()
+                return assemble(self, replay)
         raise AssertionError("freezing did not come to an end")  # each round freezes a group
 
     def _ask(self) -> None:
-        """How much each group is asked to lose, and how its units score."""
-        score = importance.resolve(self.settings.importance)
-        self.asked: dict[int, float] = {}
+        """Which groups can lose units, and how these score."""
+        self.own: dict[int, float] = {}  # of a mapping
         for group in self.groups:
-            fraction, reason = self._fraction(group)
+            self.own[id(group)], reason = self._fraction(group)
             if group.frozen is None and reason:
                 group.frozen = reason
-            self.asked[id(group)] = fraction
-        if self.settings.scope == "global" and self.budget is None:
-            self._share_out()
-        losing = [g for g in self.groups if g.frozen is None and self.asked[id(g)] > 0]
+        self._score([g for g in self.groups if g.frozen is None])
+
+    def _score(self, losing: list[groups.Group]) -> None:
+        score = importance.resolve(self.settings.importance)
         size = len(self.removed)
         slices = {  # once for all groups that have a part in an axis
             a.first: importance.slices(self.trace.tensor(a.name), a, self.relations.of(a), size)
@@ -107,40 +105,58 @@ class Planner:
             index[group.units] = -1
             self.scores[id(group)] = importance.scores(score, own, self.name(group))
 
-    def _spend(self, budget: Budget) -> None:
-        """Choose by a target."""
+    def _divide(self) -> None:
+        """How much each group is asked to lose: by the sparsity, or as a target has it."""
+        sparsity, scope = self.settings.sparsity, self.settings.scope
         losing = [g for g in self.groups if g.frozen is None and id(g) in self.scores]
-        options = [Options(self._choice(g), self._step(g)) for g in losing]
+        contenders = [self._contender(g) for g in losing]
+        work = None
+        if self.reconstruction is not None and scope == "global":
+            work = work_of(self.trace, self.relations, [g.units for g in losing])
+            for contender in contenders:
+                contender.curve = self.reconstruction.curve(contender.choice.units)
 
-        def fractions(knob: float) -> list[float]:
-            self.asked |= {id(g): knob for g in losing}
-            if self.settings.scope == "global":
-                self._share_out()
-            return [self.asked[id(g)] for g in losing]
+        def at(s: float) -> list[float]:
+            return fractions(contenders, s, scope=scope, work=work)
 
-        stays = budget.choose(options, fractions)
-        self.chosen = {id(g): kept for g, kept in zip(losing, stays, strict=True)}
+        if self.budget is None:
+            found = at(0.0 if isinstance(sparsity, Mapping) else float(sparsity))
+        else:
+            stays = self.budget.choose([Options(c.choice, c.step or 1) for c in contenders], at)
+            self.chosen = {id(g): kept for g, kept in zip(losing, stays, strict=True)}
+            found = [float(1 - kept.mean()) for kept in stays]
+        self.asked = {id(g): fraction for g, fraction in zip(losing, found, strict=True)}
 
-    def _is_met(self) -> bool:
-        """Whether a target is; groups that it leaves whole say so."""
+    def _is_met(self, replay: Replay) -> bool:
+        """Whether a target is, if there is one."""
         if self.budget is None:
             return True
         met = self.budget.is_met(self.removed, self.carriers, self.folds)
-        for group in self.groups if met else ():
-            if group.frozen is None and not self.removed[group.units].any():
-                group.frozen = "the target is met with all of its units"
+        if met and self.budget.measure.unsure:
+            return self.budget.is_counted(assemble(self, replay))
         return met
 
-    def _share_out(self) -> None:
-        """Have groups lose more or less than they are asked to, for the same work in all."""
-        assert self.reconstruction is not None
-        losing = [g for g in self.groups if g.frozen is None and self.asked[id(g)] > 0]
-        work = work_of(self.trace, self.relations, [g.units for g in losing])
-        curves = {i: self.reconstruction.curve(g.units) for i, g in enumerate(losing)}
-        known = {i: curve for i, curve in curves.items() if curve is not None}
-        uniform = {i: self.asked[id(g)] for i, g in enumerate(losing)}
-        for i, fraction in share_out(known, work, uniform).items():
-            self.asked[id(losing[i])] = fraction
+    def _contender(self, group: groups.Group) -> Contender:
+        settings, width = self.settings, len(group.units)
+        most = min(self._own(settings.max_sparsity, group), default=None)
+        if most is None:
+            most = 1.0 if settings.scope == "local" else MOST
+        least = [1, width - math.floor(most * width + 1e-9)]
+        for given in self._own(settings.min_width, group):
+            whole = isinstance(given, Integral)
+            least.append(int(given) if whole else math.ceil(given * width - 1e-9))
+        own = self.own[id(group)] if isinstance(settings.sparsity, Mapping) else None
+        kind = structure(group, self.modules) if settings.scope == "isomorphic" else None
+        choice, step = self._choice(group), self._step(group)
+        return Contender(choice, min(max(least), width), own, kind, step=step)
+
+    def _own(self, setting: Any, group: groups.Group) -> list[Any]:
+        """What a setting that may be a mapping says of the layers that make a group's channels."""
+        if not isinstance(setting, Mapping):
+            return [] if setting is None else [setting]
+        owners = [self.owner(axis) for axis in group.producers]
+        found = [next((v for k, v in setting.items() if matches(k, *o)), None) for o in owners]
+        return [value for value in found if value is not None]
 
     def _fraction(self, group: groups.Group) -> tuple[float, str | None]:
         owners = [self.owner(axis) for axis in group.producers]
@@ -199,7 +215,7 @@ class Planner:
 
     def _stays(self, group: groups.Group) -> np.ndarray | None:
         """For each unit of a group whether it is to stay; None where all do."""
-        if id(group) not in self.scores or group.frozen is not None:
+        if group.frozen is not None or not self.asked.get(id(group)):
             return None
         if self.budget is not None:
             return self.chosen[id(group)]
@@ -207,6 +223,19 @@ class Planner:
         if stays.all():
             group.frozen = self._why_nothing_goes(group)
         return stays
+
+    def _explain_whole(self) -> None:
+        """Of groups that are asked for nothing, though others are."""
+        for group in self.groups:
+            if group.frozen is not None or self.asked.get(id(group), 1.0) > 0:
+                continue
+            contender = self._contender(group)
+            if contender.least == contender.width:
+                group.frozen = "min_width and max_sparsity keep all its units"
+            elif self.budget is not None:
+                group.frozen = "the target is met with all of its units"
+            elif any(self.asked.values()) and not contender.own:
+                group.frozen = "its units score higher than those that go in its place"
 
     def _step(self, group: groups.Group) -> int:
         """``round_to`` in units: of its channels, which may go several at a time."""

@@ -37,6 +37,8 @@ def plan(
     ignore: Iterable[Any] | str | type | nn.Module = (),
     importance: Any = "l2",
     scope: str = "local",
+    min_width: Any = None,
+    max_sparsity: Any = None,
     round_to: int | Literal["auto"] = 1,
     bias: str = "propagate",
     exact: bool = False,
@@ -54,7 +56,9 @@ def plan(
         example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
         sparsity: the fraction of units that each group loses, in [0, 1); or a mapping from module
             name (globs allowed) or module type to a fraction. Layers that a mapping does not match
-            stay whole, with all that is coupled to them. By default 0.5.
+            stay whole, with all that is coupled to them. A layer whose inputs and outputs both
+            lose s of their units keeps (1 - s)² of its parameters and multiply-accumulates. By
+            default 0.5.
         target: what is to be left, instead: ``fxprune.Target(params=0.5)``, ``macs`` or
             ``latency``. ``plan.target`` says what was asked and got.
         ignore: module names, globs, types or modules whose output channels all stay.
@@ -62,9 +66,16 @@ def plan(
             (:mod:`fxprune.importance`); the lowest scores go. With ``calibration``,
             ``"reconstruction"`` keeps the units from which the layers behind can best predict the
             others (:mod:`fxprune.reconstruction`).
-        scope: ``"local"``: every group loses the same fraction. ``"global"``: groups lose more or
-            less of their units, where ``importance="reconstruction"`` predicts the least error, for
-            as many multiply-accumulates as ``"local"`` would leave.
+        scope: ``"local"``: every group loses the same fraction. ``"global"``: all units of all
+            groups compete by their scores, and that fraction of all of them goes; with
+            ``importance="reconstruction"`` groups lose more or less of their units, where it
+            predicts the least error, for as many multiply-accumulates as ``"local"`` would leave.
+            ``"isomorphic"``: the units of groups with the same structure compete (arXiv
+            2407.04616). Groups that a mapping of ``sparsity`` names lose its fraction in any case.
+        min_width: no group is left with fewer units than this: a number of them, a fraction in
+            (0, 1], or a mapping from module name, glob or type to one of these.
+        max_sparsity: no group loses more than this fraction of its units; or such a mapping. By
+            default 0.9, and any with ``scope="local"``.
         round_to: kept widths are multiples of this where they shrink at all; in channels, also
             where they go several at a time (heads). ``"auto"``: what the device works well with
             (:func:`fxprune.rounding.preferred`).
@@ -88,8 +99,9 @@ def plan(
         PruningError: a setting, the model or the input cannot be used; the message says why.
     """
     settings = make_settings(
-        sparsity, ignore, importance, round_to, bias, exact, attention, outputs, scope, target
-    )
+        sparsity, ignore, importance, round_to, bias, exact, attention, outputs, scope,
+        min_width, max_sparsity, target,
+    )  # fmt: skip
     if calibration is None:
         if importance == "reconstruction":
             raise SettingError("importance='reconstruction' needs inputs: pass calibration=")

@@ -1,26 +1,172 @@
-"""How much each group loses, where all of them share one budget.
+"""How much each group loses: one knob for all of them, turned in several ways.
 
-With e_g(k) the error that a group leaves with its best k units, and the work of a layer in
-proportion to the share of its inputs and outputs that stay, units go step by step from the group in
-which they cost the least error for the work that they save.
+``local``: every group loses the same fraction of its units. ``global``: all units of all groups
+compete by their scores, and that fraction of all of them goes. ``isomorphic``: those of groups with
+the same structure compete (Fang et al., "Isomorphic Pruning for Vision Models", arXiv 2407.04616),
+for scores of different kinds of layers are hardly comparable.
+
+Where errors are predicted, ``global`` means something else: with e_g(k) the error that a group
+leaves with its best k units, and the work of a layer in proportion to the share of its inputs and
+outputs that stay, units go step by step from the group in which they cost the least error for the
+work that they save.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import fx
+from torch import fx, nn
 
 from .channels import SourceAxis
 from .discover import Relations
+from .groups import Group
 from .recording import Trace, uses_of
+from .select import Choice
 from .spec import Spec
 
+SCOPES = ("local", "global", "isomorphic")
+MOST = 0.9  # share of its units that a group can lose to others, unless something else is said
 _STEPS = 64  # in which a group may lose its units
 _LEAST, _FEWEST = 0.1, 4  # share and number of its units that every group keeps
+
+
+@dataclass
+class Contender:
+    """A group that can lose units.
+
+    Attributes:
+        choice: its units and their scores.
+        least: how many units have to stay.
+        own: a fraction that is this group's own: it does not compete.
+        kind: of its structure; see :func:`structure`.
+        curve: the predicted error with 0, 1, … n units, where that is known.
+        step: what the number of units is rounded to, where that is not the same for all.
+    """
+
+    choice: Choice
+    least: int = 1
+    own: float | None = None
+    kind: Hashable = None
+    curve: np.ndarray | None = None
+    step: int | None = None
+
+    @property
+    def width(self) -> int:
+        return len(self.choice.units)
+
+
+def fractions(
+    groups: Sequence[Contender],
+    s: float,
+    *,
+    scope: str = "local",
+    round_to: int = 1,
+    work: Work | None = None,
+) -> list[float]:
+    """What each group is to lose, as a fraction of its units: ``choice.keep`` takes it.
+
+    The more ``s``, the more goes. What bins, rounding and the least widths forbid in one group goes
+    in others that compete with it, so that the total is as near to ``s`` of all units as can be.
+
+    Args:
+        s: the one knob, in [0, 1).
+        work: share out by predicted errors for equal work, where ``scope="global"``.
+    """
+    asked = [s if group.own is None else group.own for group in groups]
+    if scope == "global" and work is not None:
+        curves = {i: g.curve for i, g in enumerate(groups) if g.curve is not None}
+        least = {i: g.least for i, g in enumerate(groups)}
+        for i, fraction in share_out(curves, work, dict(enumerate(asked)), least).items():
+            asked[i] = fraction
+    elif scope != "local":
+        pools: dict[Hashable, list[int]] = {}
+        for i, group in enumerate(groups):
+            if group.own is None:
+                pools.setdefault(group.kind if scope == "isomorphic" else None, []).append(i)
+        for pool in pools.values():
+            found = compete([groups[i] for i in pool], s, round_to)
+            for i, fraction in zip(pool, found, strict=True):
+                asked[i] = fraction
+    for i, group in enumerate(groups):
+        if group.least > 1 and asked[i] > 0:
+            most = _Steps.of(group, round_to).most
+            asked[i] = min(asked[i], most / group.width)
+    return asked
+
+
+def compete(groups: Sequence[Contender], s: float, round_to: int = 1) -> list[float]:
+    """The fraction that each loses, where the share ``s`` of all their units goes, lowest first.
+
+    Units go in steps: as few as bins and rounding let go of a group at a time, at the mean score of
+    these. A step that is too large for what is left to remove ends its group's turn.
+    """
+    steps = [_Steps.of(group, round_to) for group in groups]
+    total = sum(group.width for group in groups)
+    wanted = int(np.ceil(s * total - 0.5 - 1e-9))
+    owner = np.repeat(np.arange(len(groups)), [len(each.sizes) for each in steps])
+    sizes, prices = (
+        np.concatenate([getattr(each, key) for each in steps]) for key in ("sizes", "prices")
+    )
+    order = np.lexsort((np.concatenate([np.arange(len(each.sizes)) for each in steps]), prices))
+    taken = np.zeros(len(groups), dtype=np.int64)  # steps of each group
+    while wanted > 0 and len(order):
+        fits = np.cumsum(sizes[order]) <= wanted
+        count = len(order) if fits.all() else int(fits.argmin())
+        now, order = order[:count], order[count:]
+        taken += np.bincount(owner[now], minlength=len(groups))
+        wanted -= int(sizes[now].sum())
+        if len(order):
+            over = order[0]
+            order = order[owner[order] != owner[over]]
+            if not (sizes[order] <= wanted).any() and sizes[over] < 2 * wanted:
+                taken[owner[over]] += 1  # more than asked for, but nearer to it
+                break
+    return [each.asks[n] / group.width for each, n, group in zip(steps, taken, groups, strict=True)]
+
+
+@dataclass
+class _Steps:
+    """In which a group can lose units: how many go with each, at what mean score; and, with 0, 1, …
+    of them, how many units ``choice.keep`` is to be asked for."""
+
+    sizes: np.ndarray
+    prices: np.ndarray
+    asks: np.ndarray
+
+    @property
+    def most(self) -> int:
+        return int(self.asks[-1])
+
+    @classmethod
+    def of(cls, group: Contender, round_to: int) -> _Steps:
+        n = group.width
+        gone = n - group.choice.kept_counts(np.arange(n + 1) / n, group.step or round_to)
+        reached, asks = np.unique(gone[n - gone >= group.least], return_index=True)
+        sums = np.append(0.0, np.cumsum(np.sort(group.choice.scores)))
+        sizes = np.diff(reached)
+        prices = np.diff(sums[reached]) / np.maximum(sizes, 1)
+        return cls(sizes, prices, asks)
+
+
+def structure(group: Group, modules: Mapping[str, nn.Module]) -> Hashable:
+    """Equal for groups of the same structure.
+
+    These are groups whose axes are the same in kind and number: an axis' kind is the class of the
+    module that owns the tensor, the tensor's name in it, what its slices do (make a channel, read
+    it, scale it …) and the dimension it lies on. Widths and kernel sizes do not count. So the
+    hidden units of all feed-forward parts of a transformer are of one kind, its heads are of
+    another, and its residual stream is alone.
+    """
+    kinds = Counter(
+        (type(modules.get(path)).__qualname__, name, axis.role, axis.dims)
+        for axis in group.axes
+        for path, _, name in [axis.name.rpartition(".")]
+    )
+    return frozenset(kinds.items())
 
 
 @dataclass
@@ -95,13 +241,17 @@ def _size(spec: Any) -> float:
 
 
 def share_out(
-    curves: Mapping[int, np.ndarray], work: Work, uniform: Mapping[int, float]
+    curves: Mapping[int, np.ndarray],
+    work: Work,
+    uniform: Mapping[int, float],
+    least: Mapping[int, int],
 ) -> dict[int, float]:
     """The fraction that each group loses, for the work that ``uniform`` fractions would leave.
 
     Args:
         curves: for some groups, by number, the error with 0, 1, … n units.
         uniform: the fraction of each group's units that would go; others lose none.
+        least: how many units of each group have to stay.
     """
     left = np.ones(work.reads.shape[1])
     plain = left.copy()
@@ -118,7 +268,8 @@ def share_out(
         for g, n in width.items():
             step = max(1, n // _STEPS)
             after = kept[g] - step
-            if after < min(max(_FEWEST, _LEAST * n), n * (1 - uniform[g])) or slope[g] <= 0:
+            floor = max(min(max(_FEWEST, _LEAST * n), n * (1 - uniform[g])), least[g])
+            if after < floor or slope[g] <= 0:
                 continue
             rate = (curves[g][after] - curves[g][kept[g]]) / (slope[g] * step / n)
             if rate < price:

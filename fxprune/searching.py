@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
-from .budgets import Measure
+from .budgets import CLOSE, Measure
 from .select import Choice, keep_count
 
 _FINE = 1e-3  # relative distance at which single units are not worth the search
 _HALVINGS = 24
 _SWAPS = 50  # single steps at most, after the search
+_AHEAD = 4  # wider widths that are tried, where a wider one can be faster
+_ROUNDS = 8  # of trying them
 
 Levels = tuple[int, ...]  # of each group, how many units it is asked to lose
 
@@ -40,6 +43,12 @@ class Options:
     def width(self) -> int:
         return len(self.choice.units)
 
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """How many units stay at each level."""
+        every = np.arange(self.width + 1) / max(self.width, 1)
+        return self.choice.kept_counts(every, self.step)
+
     def level(self, fraction: float) -> int:
         """How many units go for a fraction; with rungs, down to the next that stays above."""
         kept = keep_count(self.width, fraction)
@@ -56,20 +65,25 @@ class Options:
             )
         return self._kept[level]
 
-    def next(self, level: int, by: int, most: int) -> int | None:
-        """The next level at which more units (``by`` 1) or fewer (-1) go than at this one."""
-        count = self.kept(level).sum()
+    def next(self, level: int, by: int, most: int, *, between: bool = False) -> int | None:
+        """The next level at which more units (``by`` 1) or fewer (-1) go than at this one;
+        ``between``: also where there is no rung."""
+        count = self.counts[level]
         while 0 <= (level := level + by) <= most:
-            if self.rungs and self.width - level not in (*self.rungs, self.width):
+            if self.rungs and not between and self.width - level not in self.rungs:
                 continue
-            if (self.kept(level).sum() - count) * by < 0:
+            if (self.counts[level] - count) * by < 0:
                 return level
         return None
 
     def margin(self, level: int) -> float:
         """The score of the unit that would go next, relative to the mean: groups are compared."""
+        return float(self._prices[min(level, self.width - 1)])
+
+    @cached_property
+    def _prices(self) -> np.ndarray:
         scores = np.sort(self.choice.scores)
-        return float(scores[min(level, self.width - 1)] / max(abs(scores.mean()), 1e-30))
+        return scores / max(abs(scores.mean()), 1e-30)
 
 
 class Search:
@@ -91,6 +105,8 @@ class Search:
     ) -> None:
         self.measure, self.goal, self.size = measure, goal, size
         self.options, self.fractions = options, fractions
+        self.is_dear = any(option.rungs for option in options)  # a cost is measured
+        self.between = False  # whether widths between the rungs are tried
         self._found: dict[Levels, float] = {}
         self.most = self.levels(1 - 1e-9)
         self.least = self.cost(self.most)
@@ -121,7 +137,34 @@ class Search:
         if self.least >= self.goal:
             return self.most
         above, below = self._halve(nothing)
-        return self._finish(min(self._between(above, below), key=self.off))
+        levels = self._finish(min(self._between(above, below), key=self.off))
+        if not self.is_dear:
+            return levels
+        self.between = self.off(levels) > CLOSE * self.goal
+        levels = self._finish(levels)
+        found = []
+        for _ in range(_ROUNDS):
+            found.append(self._widen(levels))
+            if found[-1] == levels:
+                break
+            levels = self._finish(found[-1])  # what was won is given back to other groups
+        return min(found, key=self.off)
+
+    def _widen(self, levels: Levels) -> Levels:
+        """No width that is as slow as a wider one: each group takes the widest that costs no more
+        than what it has."""
+        for i, option in enumerate(self.options):
+            level, slower = levels[i], 0  # widths since the last that was not
+            while slower < _AHEAD:
+                wider = option.next(level, -1, self.most[i])
+                if wider is None:
+                    break
+                level = wider
+                moved = (*levels[:i], level, *levels[i + 1 :])
+                slower += 1
+                if self.cost(moved) <= self.cost(levels):
+                    levels, slower = moved, 0
+        return levels
 
     def _halve(self, above: Levels) -> tuple[Levels, Levels]:
         """Neighbours on the staircase of the one number, above the goal and below."""
@@ -161,20 +204,29 @@ class Search:
 
     def _finish(self, levels: Levels) -> Levels:
         """Single steps of single groups, as long as one comes nearer: of those that come near
-        enough, the one that costs the lowest score."""
+        enough, the one that costs the lowest score. Then steps there and back of two groups."""
         for _ in range(_SWAPS):
             if self.off(levels) <= _FINE * self.goal:
                 break
             by = 1 if self.cost(levels) > self.goal else -1
-            found = []
-            for i, option in enumerate(self.options):
-                after = option.next(levels[i], by, self.most[i])
-                if after is not None:
-                    moved = (*levels[:i], after, *levels[i + 1 :])
-                    score = by * option.margin(min(levels[i], after))
-                    found.append((max(self.off(moved), _FINE * self.goal), score, moved))
-            if not found or min(found)[0] >= self.off(levels):
+            found = self._steps(levels, by)
+            nearer = found and min(found)[0] < self.off(levels)
+            if not nearer and not self.is_dear and self.off(levels) > CLOSE * self.goal:
+                back = [moved for *_, moved in self._steps(levels, -by)]
+                found = [step for moved in back for step in self._steps(moved, by)]
+                nearer = found and min(found)[0] < self.off(levels)
+            if not nearer:
                 break
             levels = min(found)[2]
         return levels
 
+    def _steps(self, levels: Levels, by: int) -> list[tuple[float, float, Levels]]:
+        """A step of each group: how far off it comes, its score, and the levels then."""
+        found = []
+        for i, option in enumerate(self.options):
+            after = option.next(levels[i], by, self.most[i], between=self.between)
+            if after is not None:
+                moved = (*levels[:i], after, *levels[i + 1 :])
+                score = by * option.margin(min(levels[i], after))
+                found.append((max(self.off(moved), _FINE * self.goal), score, moved))
+        return found

@@ -39,6 +39,13 @@ class Choice:
             kept[part.members] = part.keep(sparsity, round_to)
         return kept
 
+    def kept_counts(self, sparsity: np.ndarray, round_to: int = 1) -> np.ndarray:
+        """How many units :meth:`keep` leaves at each of some fractions; where bins cross, about."""
+        return sum(
+            (part.kept_counts(sparsity, round_to) for part in self._parts),
+            start=np.zeros(len(sparsity), dtype=np.int64),
+        )
+
     def complete(self, kept: np.ndarray) -> np.ndarray:
         """The smallest balanced superset of the units in ``kept``."""
         result = kept.copy()
@@ -96,6 +103,19 @@ class _Part:
             return kept
         bins = self.bins or [self.units[None, :]]  # as many as asked for, some of every cover
         return replace(self, bins=bins)._search(sparsity, round_to)
+
+    def kept_counts(self, sparsity: np.ndarray, round_to: int) -> np.ndarray:
+        partition = self._partition
+        if partition is not None:
+            step = round_to // math.gcd(round_to, len(partition))
+            return sum(
+                (keep_counts(len(row), sparsity, step) for row in partition),
+                start=np.zeros(len(sparsity), dtype=np.int64),
+            )
+        rows, length = self.bins[0].shape
+        step = round_to // math.gcd(round_to, rows)
+        share = keep_counts(length, sparsity, step) / length
+        return np.ceil(share * len(self.units) - 1e-9).astype(np.int64)
 
     @cached_property
     def _partition(self) -> list[np.ndarray] | None:
@@ -180,5 +200,10 @@ def keep_count(width: int, sparsity: float, step: int = 1) -> int:
     The number that goes is ``sparsity · width`` rounded to the nearest, halves in favour of
     keeping.
     """
-    kept = max(width - math.ceil(sparsity * width - 0.5 - 1e-9), 1)
-    return min(math.ceil(kept / step) * step, width)
+    return int(keep_counts(width, np.array(sparsity, dtype=float), step))
+
+
+def keep_counts(width: int, sparsity: np.ndarray, step: int = 1) -> np.ndarray:
+    """:func:`keep_count` for each of some fractions."""
+    kept = np.maximum(width - np.ceil(sparsity * width - 0.5 - 1e-9), 1)
+    return np.minimum(np.ceil(kept / step) * step, width).astype(np.int64)

@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,7 @@ from . import importance
 from .budgets import Target
 from .errors import SettingError
 from .rounding import preferred
-
+from .scope import SCOPES
 
 _SPARSITY = 0.5  # where neither it nor a target is given
 
@@ -31,14 +31,16 @@ class Settings:
     attention: str
     outputs: tuple[str, ...] | None
     scope: str = "local"
+    min_width: Any = None
+    max_sparsity: Any = None
     target: Target | None = None
     rounding: str = ""  # what "auto" has come to, and why
 
 
 def make_settings(
     sparsity, ignore, chosen, round_to, bias, exact, attention, outputs, scope="local",
-    target=None,
-) -> Settings:
+    min_width=None, max_sparsity=None, target=None,
+) -> Settings:  # fmt: skip
     if target is not None and not isinstance(target, Target):
         raise SettingError(f"target={target!r} is no fxprune.Target, such as Target(params=0.5)")
     if target is not None and sparsity is not None:
@@ -46,15 +48,13 @@ def make_settings(
             f"sparsity={sparsity!r} and target={target!r}: give one. A target finds the sparsity"
         )
     sparsity = _SPARSITY if sparsity is None else sparsity
-    values = sparsity.values() if isinstance(sparsity, Mapping) else [sparsity]
-    for value in values:
+    for value in _values(sparsity):
         if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= float(value) < 1:
             raise SettingError(
                 f"sparsity={value!r} is not a fraction in [0, 1): it is the share of units that go"
             )
     importance.resolve(chosen)
-    whole = isinstance(round_to, int) and not isinstance(round_to, bool) and round_to > 0
-    if round_to != "auto" and not whole:
+    if round_to != "auto" and not (_is(int, round_to) and round_to > 0):
         raise SettingError(f"round_to={round_to!r} is not a positive integer, nor 'auto'")
     if bias not in ("propagate", "drop"):
         raise SettingError(f"bias={bias!r} is unknown; use 'propagate' or 'drop'")
@@ -62,13 +62,18 @@ def make_settings(
         raise SettingError(f"exact={exact!r} is neither True nor False")
     if attention not in ("heads", "head_dim"):
         raise SettingError(f"attention={attention!r} is unknown; use 'heads' or 'head_dim'")
-    if scope not in ("local", "global"):
-        raise SettingError(f"scope={scope!r} is unknown; use 'local' or 'global'")
-    if scope == "global" and chosen != "reconstruction":
-        raise SettingError(
-            "scope='global' shares out by predicted errors: pass importance='reconstruction' and "
-            "calibration="
-        )
+    if scope not in SCOPES:
+        raise SettingError(f"scope={scope!r} is unknown; use one of {', '.join(SCOPES)}")
+    for value in _values(min_width):
+        good = (_is(Integral, value) and value > 0) or (_is(Real, value) and 0 < value <= 1)
+        if value is not None and not good:
+            raise SettingError(
+                f"min_width={value!r} is neither a positive integer (units that stay) nor a "
+                "fraction in (0, 1]"
+            )
+    for value in _values(max_sparsity):
+        if value is not None and not (_is(Real, value) and 0 <= value <= 1):
+            raise SettingError(f"max_sparsity={value!r} is not a fraction in [0, 1]")
     if isinstance(ignore, (str, type, nn.Module)):
         ignore = (ignore,)
     elif not isinstance(ignore, Iterable):
@@ -81,8 +86,17 @@ def make_settings(
         if not outputs or not all(isinstance(name, str) for name in outputs):
             raise SettingError(f"outputs={outputs!r} are no names of what the model returns")
     return Settings(
-        sparsity, names, chosen, round_to, bias, bool(exact), attention, outputs, scope, target
+        sparsity, names, chosen, round_to, bias, bool(exact), attention, outputs, scope, min_width,
+        max_sparsity, target,
     )  # fmt: skip
+
+
+def _is(kind: Any, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _values(setting: Any) -> list[Any]:
+    return list(setting.values()) if isinstance(setting, Mapping) else [setting]
 
 
 def for_model(settings: Settings, model: nn.Module) -> Settings:
@@ -103,11 +117,12 @@ def matches(key: Any, path: str, module: nn.Module) -> bool:
 
 
 def check_names(model: nn.Module, settings: Settings) -> None:
-    """Every key of ``ignore`` and ``sparsity`` has to mean something."""
+    """Every key of ``ignore``, and of settings that are mappings, has to mean something."""
     modules = dict(model.named_modules(remove_duplicate=False))
     keys = {"ignore": settings.ignore}
-    if isinstance(settings.sparsity, Mapping):
-        keys["sparsity"] = tuple(settings.sparsity)
+    for setting in ("sparsity", "min_width", "max_sparsity"):
+        if isinstance(given := getattr(settings, setting), Mapping):
+            keys[setting] = tuple(given)
     for setting, wanted in keys.items():
         for key in wanted:
             if not isinstance(key, (str, type, nn.Module)):

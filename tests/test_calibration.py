@@ -225,8 +225,6 @@ def test_a_global_budget_leaves_the_work_that_the_local_one_leaves():
         for scope in ("local", "global")
     )
     assert shared == pytest.approx(local, rel=0.25)
-    with pytest.raises(SettingError, match="scope='global' shares out"):
-        fxprune.plan(model, IMAGES[:2], scope="global")
 
 
 def test_a_calibrated_masked_model_trains_and_is_what_apply_makes_of_it():
