@@ -7,9 +7,9 @@
 
 "asked" and "got" are relative to the model as it is. What is got is counted on the pruned model:
 parameters by PyTorch, multiply-accumulates by ``torch.utils.flop_counter``. "search" is how many
-seconds planning takes with the target above what it takes with a sparsity. With ``--latency``,
-"predicted" is what the plan says and "got" what ``fxprune.benchmark`` measures on this machine,
-both models in turns; layers are timed first, unless their times are known from before.
+seconds of CPU planning takes with the target above what it takes with a sparsity. With
+``--latency``, "predicted" is what the plan says and "got" what ``fxprune.benchmark`` measures on
+this machine, both models in turns; layers are timed first, unless their times are known from before.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def measure(setting: tuple[str, str, float], seconds: float) -> Row:
         torch.manual_seed(0)
         zoo = FAMILIES["torchvision"]
         model, x = zoo.build(name).eval(), zoo.example(name)
-        start = time.perf_counter()
+        start = time.process_time()
         fxprune.plan(model, x)
-        plain = time.perf_counter() - start
-        start = time.perf_counter()
+        plain = time.process_time() - start
+        start = time.process_time()
         plan = fxprune.plan(model, x, target=fxprune.Target(**{what: fraction}))
-        row.search = time.perf_counter() - start - plain
+        row.search = time.process_time() - start - plain
         row.predicted = plan.target.got / plan.target.original
         small = plan.apply(model)
         if what == "latency":

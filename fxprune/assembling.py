@@ -51,7 +51,8 @@ def assemble(planner: Planner, replay: Replay) -> PruningPlan:
     asked = {str(n.target) for n in planner.trace.graph.nodes if n.op == "get_attr"}
     result.attributes |= announced(planner.trace, replay, asked | result.attributes.keys())
     _configure(planner, result, replay)
-    if result.groups and all(g.frozen for g in result.groups):
+    # Where there is a target, its budget says so.
+    if planner.budget is None and result.groups and all(g.frozen for g in result.groups):
         reasons = "; ".join(f"{what}: {why}" for what, why in result.skipped[:5])
         warn(f"nothing of {type(planner.trace.model).__name__} can be pruned. {reasons}")
     return result

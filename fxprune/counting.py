@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from . import tree
 from .channels import Channels, varying
 from .discover import Product, Relations
+from .errors import InputError
 from .layout import view_dims
 from .readers import Run
 from .recording import Trace
@@ -245,7 +246,13 @@ def _run(trace: Trace, views: Iterable[str], example_input: Any) -> dict[fx.Node
         run = Run(trace.graph_module(), example_input)
         with FlopCounterMode(display=False, custom_mapping=noting):
             for node in trace.graph.nodes:
-                run.step(node)
+                try:
+                    run.step(node)
+                except InputError as error:
+                    raise InputError(
+                        "Target(macs=…) counts a second run on example_input, which fails: "
+                        f"{error.__cause__}"
+                    ) from error
                 if ops:
                     found[node] = [*ops]
                     ops.clear()

@@ -66,7 +66,9 @@ class Latency:
         self._bar: Any = None
         every = np.ones(int(relations.classes.max(initial=0)) + 1, dtype=bool)
         with evaluating(trace.model):
-            key = f"{[layer.key(lengths.measure(every)) for layer in self.layers]}"
+            specs = [node.meta.get("spec") for node in trace.graph.nodes]
+            layers = [layer.key(lengths.measure(every)) for layer in self.layers]
+            key = f"{trace.graph} {specs} {layers}"
             key = f"whole {type(trace.model).__qualname__} {hashlib.sha1(key.encode()).hexdigest()}"
             total = self.table.time(
                 key, self.device, lambda: (trace.model, *bind_inputs(example_input))

@@ -137,23 +137,24 @@ class Search:
         if self.least >= self.goal:
             return self.most
         above, below = self._halve(nothing)
-        levels = self._finish(min(self._between(above, below), key=self.off))
+        levels = min(self._between(above, below), key=self.off)
         if not self.is_dear:
-            return levels
-        self.between = self.off(levels) > CLOSE * self.goal
-        levels = self._finish(levels)
+            return self._finish(levels)
         found = []
         for _ in range(_ROUNDS):
             found.append(self._widen(levels))
             if found[-1] == levels:
-                break
+                if self.between or self.off(levels) <= CLOSE * self.goal:
+                    break
+                self.between = True
             levels = self._finish(found[-1])  # what was won is given back to other groups
         return min(found, key=self.off)
 
-    def _widen(self, levels: Levels) -> Levels:
+    def _widen(self, levels: Levels, *groups: int) -> Levels:
         """No width that is as slow as a wider one: each group takes the widest that costs no more
         than what it has."""
-        for i, option in enumerate(self.options):
+        for i in groups or range(len(levels)):
+            option = self.options[i]
             level, slower = levels[i], 0  # widths since the last that was not
             while slower < _AHEAD:
                 wider = option.next(level, -1, self.most[i])
@@ -223,10 +224,24 @@ class Search:
     def _steps(self, levels: Levels, by: int) -> list[tuple[float, float, Levels]]:
         """A step of each group: how far off it comes, its score, and the levels then."""
         found = []
-        for i, option in enumerate(self.options):
-            after = option.next(levels[i], by, self.most[i], between=self.between)
-            if after is not None:
-                moved = (*levels[:i], after, *levels[i + 1 :])
-                score = by * option.margin(min(levels[i], after))
+        for i in range(len(levels)):
+            moved = self._step(levels, i, by)
+            if moved != levels:
+                score = by * self.options[i].margin(min(levels[i], moved[i]))
                 found.append((max(self.off(moved), _FINE * self.goal), score, moved))
         return found
+
+    def _step(self, levels: Levels, i: int, by: int) -> Levels:
+        """Of one group; where costs are measured, to a width that no wider one beats."""
+        level = levels[i]
+        for _ in range(_AHEAD if self.is_dear else 1):
+            after = self.options[i].next(level, by, self.most[i], between=self.between)
+            if after is None:
+                break
+            level = after
+            moved = (*levels[:i], level, *levels[i + 1 :])
+            if self.is_dear:
+                moved = self._widen(moved, i)
+            if moved != levels:
+                return moved
+        return levels

@@ -72,35 +72,41 @@ class LatencyTable:
         return self.folder / f"{short}-{hashlib.sha1(words.encode()).hexdigest()[:8]}.json"
 
     def load(self, device: torch.device) -> None:
-        """What is on disk, once; a file that cannot be read is measured anew."""
+        """What is on disk, once."""
         file = self.file(device)
-        if file is None or file in self._read:
-            return
-        self._read.add(file)
-        try:
-            found = json.loads(file.read_text())
-            times = {str(key): float(value) for key, value in found.items()}
-            if not all(math.isfinite(t) and t >= 0 for t in times.values()):
-                raise ValueError("a time is no number of seconds")
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            warn(f"{file} cannot be read ({error}): its layers are measured anew")
-            return
-        self.times = times | self.times
+        if file is not None and file not in self._read:
+            self._read.add(file)
+            self.times = _read(file) | self.times
 
     def save(self, device: torch.device) -> None:
-        """Write the file as a whole: another process may read it."""
+        """Write the file, at once as a whole."""
         file = self.file(device)
         if file is None or not self.measured:
             return
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
+            self.times = _read(file, tell=False) | self.times  # another process may write, too
             with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
                 json.dump(self.times, new, indent=0)
             os.replace(new.name, file)
         except OSError as error:
             warn(f"{file} cannot be written ({error}): layers will be measured again next time")
+
+
+def _read(file: Path, *, tell: bool = True) -> dict[str, float]:
+    """Nothing from a file that cannot be read: what was there is measured anew."""
+    try:
+        found = json.loads(file.read_text())
+        times = {str(key): float(value) for key, value in found.items()}
+        if not all(math.isfinite(t) and t >= 0 for t in times.values()):
+            raise ValueError("a time is no number of seconds")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        if tell:
+            warn(f"{file} cannot be read ({error}): its layers are measured anew")
+        return {}
+    return times
 
 
 def _processor() -> str:
