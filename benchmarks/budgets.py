@@ -9,7 +9,7 @@
 parameters by PyTorch, multiply-accumulates by ``torch.utils.flop_counter``. "search" is how many
 seconds of CPU planning takes with the target above what it takes with a sparsity. With
 ``--latency``, "predicted" is what the plan says and "got" what ``fxprune.benchmark`` measures on
-this machine, both models in turns; layers are timed first, unless their times are known from before.
+this machine, both models in turns; layers are timed first, where their times are not known yet.
 """
 
 from __future__ import annotations
