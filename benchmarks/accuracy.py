@@ -4,6 +4,8 @@
     python benchmarks/accuracy.py --json accuracy.json --plot accuracy.png
     python benchmarks/accuracy.py --tune --models pitch "clothes*" --sparsity 0.5
 
+    python benchmarks/accuracy.py --methods "taylor *" "l2* global" --sparsity 0.25 0.5
+
 benchmarks/real.py says what the networks are and how to install them; those that are not installed
 are left out. Nothing is trained after pruning, but for ``--tune``: then each pruned network gets
 one short fine-tuning, the same for all ways, and is scored again. Scores are per cent of right
@@ -15,6 +17,11 @@ more or fewer parameters than "kept" says. Torch-Pruning is asked through
 ``BasePruner`` with ``GroupMagnitudeImportance(p=2)``, the layers that make the output ignored and
 the heads of attention declared. Its ratio is the one at which as many parameters are left as
 fxprune leaves by default, for it does not count sparsity in the same channels.
+
+``--methods`` compares criteria of importance and scopes instead, those that the globs name; each
+network then has as many multiply-accumulates as if every group had lost that share of its units
+("kept" is of the parameters, by default). With ``--calibrated`` they get the 256 inputs to fold
+predictions with, too. Criteria with a loss take the labels of the same inputs.
 """
 
 from __future__ import annotations
@@ -37,6 +44,7 @@ from typing import Any
 import numpy as np
 import torch
 from harness import machine
+from methods import NAMES, Methods
 from peers import count, short
 from real import REAL, Real, cache_folder, load
 from rich.box import SIMPLE_HEAD
@@ -150,6 +158,8 @@ def bisect(at: Callable[[float], nn.Module], wanted: int, steps: int = 9) -> nn.
 def measure(real: Real, seed: int, args: argparse.Namespace) -> Iterator[Result]:
     """One result for each sparsity and way."""
     total, unpruned = count(real.model), score(real, real.model)
+    calibration = {"calibration": real.calibration} if args.calibrated else {}
+    methods = Methods(real, seed, **calibration)
     for sparsity in args.sparsity:
         wanted = count(prune(real, sparsity))
         for name in args.variants:
@@ -159,6 +169,8 @@ def measure(real: Real, seed: int, args: argparse.Namespace) -> Iterator[Result]
             try:
                 if name == PEER:
                     small = torch_pruning(real, wanted)
+                elif name in NAMES:
+                    small = methods.prune(name, sparsity)
                 else:
                     small = prune(real, sparsity, **VARIANTS[name](real, seed))
                 row.kept = count(small) / total
@@ -248,6 +260,33 @@ def table(rows: list[Result], field: str) -> Table:
     return result
 
 
+def by_method(rows: list[Result], field: str) -> Table:
+    """A line a criterion, a column for each scope and network; the best of a column is bold."""
+    result = Table(box=SIMPLE_HEAD, pad_edge=False)
+    result.add_column("one-shot" if field == "score" else "fine-tuned", no_wrap=True)
+    places = [(m, s) for m in values(rows, "model") for s in values(rows, "sparsity")]
+    for model, sparsity in places:
+        result.add_column(f"{model}\n{percent(sparsity)} %", justify="right")
+    names = values(rows, "variant")
+    means = [
+        [mean(rows, field, model=m, sparsity=s, variant=name) for m, s in places] for name in names
+    ]
+    best = [
+        max((v for v in column if v is not None), default=None)
+        for column in zip(*means, strict=True)
+    ]
+    unpruned = [mean(rows, "unpruned", model=m, sparsity=s) for m, s in places]
+    result.add_row("as it was", *map(percent, unpruned), end_section=True)
+    for i, (name, line) in enumerate(zip(names, means, strict=True)):
+        last = i + 1 == len(names) or names[i + 1].split()[0] != name.split()[0]
+        cells = [
+            f"[bold]{percent(v)}[/]" if v is not None and v == b else percent(v)
+            for v, b in zip(line, best, strict=True)
+        ]
+        result.add_row(name, *cells, end_section=last)
+    return result
+
+
 def percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.1f}"
 
@@ -310,6 +349,10 @@ def options() -> argparse.Namespace:
         "--sparsity", nargs="+", type=float, default=[0.125, 0.25, 0.375, 0.5], metavar="SHARE"
     )
     parser.add_argument("--variants", nargs="+", default=ways, choices=ways)
+    parser.add_argument(
+        "--methods", nargs="+", metavar="GLOB", help="criterion and scope: " + ", ".join(NAMES)
+    )
+    parser.add_argument("--calibrated", action="store_true", help="the methods, too")
     parser.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
     parser.add_argument("--tune", action="store_true", help="fine-tune too, and score again")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU (default: 1)")
@@ -320,6 +363,10 @@ def options() -> argparse.Namespace:
     args.models = [n for n in REAL if any(fnmatch.fnmatchcase(n, g) for g in args.models)]
     if not args.models:
         parser.error("--models: nothing is called so")
+    if args.methods:
+        args.variants = [n for n in NAMES if any(fnmatch.fnmatchcase(n, g) for g in args.methods)]
+        if not args.variants:
+            parser.error("--methods: nothing is called so")
     if args.plot and find_spec("matplotlib") is None:
         parser.error("--plot: matplotlib is not installed")
     return args
@@ -340,7 +387,7 @@ def main() -> None:
     if not rows:
         sys.exit("nothing was measured")
     for field in ("score", "tuned") if args.tune else ("score",):
-        console.print(table(rows, field))
+        console.print((by_method if args.methods else table)(rows, field))
         if args.plot:
             suffix = "-tuned" if field == "tuned" else ""
             draw(rows, field, args.plot.with_stem(args.plot.stem + suffix))

@@ -28,7 +28,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import islice, pairwise
 from pathlib import Path
@@ -52,6 +52,8 @@ class Real:
         score: share of right answers, in [0, 1].
         fit: fine-tune in place with a small fixed budget; None where nothing can be learnt.
         last: the layers whose outputs are the network's, for pruners that have to be told.
+        lessons: the batches of ``calibration`` with labels; none where there are no labels.
+        loss: of an output and its labels.
     """
 
     name: str
@@ -62,6 +64,8 @@ class Real:
     score: Callable[[nn.Module], float]
     fit: Callable[[nn.Module], None] | None
     last: tuple[str, ...]
+    lessons: list[Any] = field(default_factory=list)
+    loss: Callable[[Any, Any], Tensor] | None = None
 
 
 def run(model: nn.Module, inputs: Any) -> Any:
@@ -164,8 +168,8 @@ def faces(side: int, seed: int) -> Real:
 
     generator = torch.Generator().manual_seed(seed)
     scored, labels = crops(unseen.repeat(4), generator)
-    calibration = [crops(known, generator)[0] for _ in range(3)]
-    calibration = list(torch.cat(calibration)[: 4 * BATCH].split(BATCH))
+    seen = [crops(known, generator) for _ in range(3)]
+    seen, kinds = (torch.cat(part)[: 4 * BATCH].split(BATCH) for part in zip(*seen, strict=True))
 
     def score(m: nn.Module) -> float:
         return float((run(m, scored)[0].argmax(1) == labels).double().mean())
@@ -176,7 +180,10 @@ def faces(side: int, seed: int) -> Real:
         tune(m, batches, lambda y, t: F.cross_entropy(y[0], t), 40, 1e-3)
 
     last = tuple(model.heads)
-    return Real(f"faces-{side}", "conv", model, scored[:8], calibration, score, learn, last)
+    return Real(
+        f"faces-{side}", "conv", model, scored[:8], list(seen), score, learn, last,
+        list(zip(seen, kinds, strict=True)), lambda y, t: F.cross_entropy(y[0], t),
+    )  # fmt: skip
 
 
 def crop(images: Tensor, side: int, generator: torch.Generator) -> Tensor:
@@ -279,7 +286,11 @@ def pitch(seed: int) -> Real:
         tune(m, batches, F.binary_cross_entropy, 64, 1e-3)
 
     calibration = list(known[: 4 * BATCH].split(BATCH))
-    return Real("pitch", "conv", model, scored[:2], calibration, score, learn, ("classifier",))
+    lessons = list(zip(calibration, wanted.float().split(BATCH), strict=False))
+    return Real(
+        "pitch", "conv", model, scored[:2], calibration, score, learn, ("classifier",), lessons,
+        F.binary_cross_entropy,
+    )  # fmt: skip
 
 
 def frames(count: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
@@ -378,10 +389,11 @@ def labelled(
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     part = order[: 100 * BATCH]
     lessons = Data((inputs[part], labels[part]), data.test)
+    seen, kinds = (list(t[order[: 4 * BATCH]].split(BATCH)) for t in (inputs, labels))
     return Real(
-        name, kind, model, data.test[0][:2], list(inputs[order[: 4 * BATCH]].split(BATCH)),
-        lambda m: data.accuracy(m) / 100,
+        name, kind, model, data.test[0][:2], seen, lambda m: data.accuracy(m) / 100,
         lambda m: fit(m, lessons, 1, rate / 2, 1000 + seed), (last,),
+        list(zip(seen, kinds, strict=True)), F.cross_entropy,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from typing import Any
 
+import constructs
 import torch
 from torch import Tensor, nn
 
@@ -215,5 +216,19 @@ class HuggingFace(Zoo):
                 "clip": ("logits_per_image", "logits_per_text")}.get(name)  # fmt: skip
 
 
+class Constructs(Zoo):
+    """Small networks around one construct each (``constructs.py``)."""
+
+    def names(self, everything: bool) -> list[str]:
+        return list(constructs.CONSTRUCTS)
+
+    def build(self, name: str) -> nn.Module:
+        return constructs.CONSTRUCTS[name][1]()
+
+    def example(self, name: str, seed: int = 0) -> Any:
+        return constructs.example(name, seed)
+
+
 FAMILIES: dict[str, Zoo] = {"torchvision": Torchvision(), "timm": Timm(),
-                            "transformers": HuggingFace()}  # fmt: skip
+                            "transformers": HuggingFace(),
+                            "constructs": Constructs()}  # fmt: skip

@@ -6,7 +6,7 @@ proves that it computes what the masked model computes.
 
 import fxprune.patterns as patterns
 
-from . import masks
+from . import importance, masks
 from .api import prune
 from .batchnorm import recalibrate_batchnorm
 from .benchmarking import BenchmarkResult, benchmark
@@ -50,6 +50,7 @@ __all__ = [
     "benchmark",
     "check_pattern",
     "compact",
+    "importance",
     "masks",
     "pattern",
     "patterns",

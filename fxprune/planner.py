@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any
@@ -44,6 +45,7 @@ class Planner:
     constants = Constants  # the second walk
     reconstruction: Reconstruction | None = None  # scores units, where that is asked for
     budget: Budget | None = None  # says how many go, where a target is given
+    example_input: Any = None  # tells inputs from labels, for criteria that need data
 
     def __init__(
         self,
@@ -60,6 +62,7 @@ class Planner:
         self.settings = settings
         self.modules = dict(trace.model.named_modules(remove_duplicate=False))
         self.groups = groups.groups(relations)
+        self._names = self._unique_names()
         self.scores: dict[int, np.ndarray] = {}
         self.notes: list[tuple[str, str]] = []
         size = int(relations.classes.max()) + 1 if len(relations.classes) else 1
@@ -87,7 +90,16 @@ class Planner:
         self._score([g for g in self.groups if g.frozen is None])
 
     def _score(self, losing: list[groups.Group]) -> None:
-        score = importance.resolve(self.settings.importance)
+        if self.reconstruction is not None:
+            found = {id(g): self.reconstruction.scores(g.units) for g in losing}
+            self.scores |= {key: each for key, each in found.items() if each is not None}
+        losing = [g for g in losing if id(g) not in self.scores]
+        names = {id(g): self.name(g) for g in self.groups}
+        context = importance.Context(
+            self.trace, self.relations, [], self.example_input, self.settings.attention
+        )
+        axes = {names.pop(id(g)): g.axes for g in losing}
+        scorer = importance.Scorer(self.settings.importance, context, axes, list(names.values()))
         size = len(self.removed)
         slices = {  # once for all groups that have a part in an axis
             a.first: importance.slices(self.trace.tensor(a.name), a, self.relations.of(a), size)
@@ -95,15 +107,13 @@ class Planner:
         }
         index = np.full(size, -1)
         for group in losing:
-            if self.reconstruction is not None:
-                found = self.reconstruction.scores(group.units)
-                if found is not None:
-                    self.scores[id(group)] = found
-                    continue
             index[group.units] = np.arange(len(group.units))
             own = [slices[a.first].among(index, len(group.units)) for a in group.axes]
             index[group.units] = -1
-            self.scores[id(group)] = importance.scores(score, own, self.name(group))
+            try:
+                self.scores[id(group)] = scorer(self.name(group), own)
+            except importance.Unscored as unscored:
+                group.frozen = str(unscored)
 
     def _divide(self) -> None:
         """How much each group is asked to lose: by the sparsity, or as a target has it."""
@@ -180,9 +190,19 @@ class Planner:
         return min(fractions, default=0.0), None
 
     def name(self, group: groups.Group) -> str:
-        """The first layer that makes the channels; for those of the input, that reads them."""
-        path = self.owner(group.leader)[0] or group.leader.name
-        return path if group.producers else f"{path} (input)"
+        """The first layer that makes the channels; for those of the input, that reads them. Of
+        several groups of one layer, the later ones have a number."""
+        return self._names[id(group)]
+
+    def _unique_names(self) -> dict[int, str]:
+        met: Counter[str] = Counter()
+        names = {}
+        for group in sorted(self.groups, key=lambda g: g.frozen is not None):
+            name = self.owner(group.leader)[0] or group.leader.name
+            name = name if group.producers else f"{name} (input)"
+            met[name] += 1
+            names[id(group)] = name if met[name] == 1 else f"{name} ({met[name]})"
+        return names
 
     def owner(self, axis: SourceAxis) -> tuple[str, nn.Module]:
         path = axis.name.rpartition(".")[0]
@@ -230,11 +250,11 @@ class Planner:
             if group.frozen is not None or self.asked.get(id(group), 1.0) > 0:
                 continue
             contender = self._contender(group)
-            if contender.least == contender.width:
-                group.frozen = "min_width and max_sparsity keep all its units"
+            if not contender.most(self.settings.round_to):
+                group.frozen = "no smaller width is within min_width, max_sparsity and round_to"
             elif self.budget is not None:
                 group.frozen = "the target is met with all of its units"
-            elif any(self.asked.values()) and not contender.own:
+            elif contender.own is None and any(self.asked.values()):
                 group.frozen = "its units score higher than those that go in its place"
 
     def _step(self, group: groups.Group) -> int:

@@ -62,10 +62,12 @@ def plan(
         target: what is to be left, instead: ``fxprune.Target(params=0.5)``, ``macs`` or
             ``latency``. ``plan.target`` says what was asked and got.
         ignore: module names, globs, types or modules whose output channels all stay.
-        importance: ``"l2"``, ``"l1"``, ``"random"``, ``"fpgm"`` or a callable
-            (:mod:`fxprune.importance`); the lowest scores go. With ``calibration``,
-            ``"reconstruction"`` keeps the units from which the layers behind can best predict the
-            others (:mod:`fxprune.reconstruction`).
+        importance: what scores units; the lowest go. A name (``"l2"``, ``"l1"``, ``"lamp"``,
+            ``"fpgm"``, ``"bn_scale"``, ``"random"``), a criterion of :mod:`fxprune.importance`
+            (``Taylor(batches, loss=...)``), a function of your own, or a mapping from group names
+            or globs to these or to scores. With ``calibration``, ``"reconstruction"`` keeps the
+            units from which the layers behind can best predict the others
+            (:mod:`fxprune.reconstruction`).
         scope: ``"local"``: every group loses the same fraction. ``"global"``: all units of all
             groups compete by their scores, and that fraction of all of them goes; with
             ``importance="reconstruction"`` groups lose more or less of their units, where it
@@ -147,6 +149,7 @@ def make_plan(
         found = fusions.find(trace)  # before the first walk: they give nodes another meaning
         relations = discover(trace, attention=settings.attention)
         chooser = planner(trace, relations, settings, trained, found)
+        chooser.example_input = example_input
         if settings.importance == "reconstruction" and batches is not None:
             chooser.reconstruction = Reconstruction(
                 trace, relations, batches, attention=settings.attention

@@ -81,7 +81,7 @@ def find_readers(trace: Trace, constants: Constants) -> tuple[list[Reader], list
     readers, notes = [], []
     for name, several in reads.items():
         read = several[0]
-        reader = _reader(constants, read)
+        reader = reader_of(constants, read)
         if name not in trace.names.values():
             why = "its weight is computed"
         elif len(uses.get(name, ())) != 1 or any(
@@ -99,7 +99,7 @@ def find_readers(trace: Trace, constants: Constants) -> tuple[list[Reader], list
     return readers, notes
 
 
-def _reader(constants: Constants, read: Read) -> Reader | None:
+def reader_of(constants: Constants, read: Read) -> Reader | None:
     """Where the channels are that a weight reads: the argument whose slices arrive there, in the
     order in which the weight has them."""
     arrive = read.arrive.reshape(-1)

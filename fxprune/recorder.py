@@ -92,6 +92,7 @@ def record(
         uncollected(),
         evaluating(model, training=training),
         sizes.traced_attributes(model),
+        sizes.traced_lengths(),
         torch.no_grad(),
         module_calls(recorder.module),
         told(python_functions(), recorder.python_call),

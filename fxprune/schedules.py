@@ -15,7 +15,7 @@ from . import mask_methods as methods
 from .check import check_model
 from .errors import SettingError
 from .fold import Folds
-from .importance import Importance, Slices, resolve, scores
+from .importance import Slices, changed, resolve
 from .leftovers import made_plain, pruned_names, sparsified_names
 from .mask import mask_of, masked_names
 from .masking import keep_masks, put_masks
@@ -170,7 +170,8 @@ class PlanScheduler:
             )
         self.model, self.example_input, self.schedule = model, example_input, schedule
         self.settings = settings
-        self._importance: Importance = resolve(settings.pop("importance", "l2"))
+        self._importance = settings.pop("importance", "l2")
+        resolve(self._importance)
         self._gone: dict[str, np.ndarray] = {}  # units that are masked, by group
         self._plan: PruningPlan | None = None
         self.steps = 0
@@ -203,16 +204,16 @@ class PlanScheduler:
         """A plan on the weights as they are, by which those units go first that have gone."""
         asked: list[str] = []
 
-        def score(group: list[Slices]) -> np.ndarray:
+        def lower(found: np.ndarray, group: list[Slices]) -> np.ndarray:
             key = ", ".join(f"{s.name} {s.role}" for s in group)
             asked.append(key)
-            found = scores(self._importance, group, key)
             gone = self._gone.get(key, np.zeros(len(found), dtype=bool))
             finite = found[np.isfinite(found)]
             lowest = finite.min() - np.ptp(finite) - 1 if len(finite) else -1.0
             return np.where(gone, lowest, found)
 
         plain = made_plain(self.model)
+        score = changed(self._importance, lower)
         made = plan(plain, self.example_input, sparsity=wanted, importance=score, **self.settings)
         scored = [group for group in made.groups if group.importance is not None]
         for key, group in zip(asked, scored, strict=True):

@@ -58,6 +58,10 @@ class Contender:
     def width(self) -> int:
         return len(self.choice.units)
 
+    def most(self, round_to: int = 1) -> float:
+        """The largest fraction that can go."""
+        return int(_Steps.of(self, round_to).asks[-1]) / self.width
+
 
 def fractions(
     groups: Sequence[Contender],
@@ -93,8 +97,7 @@ def fractions(
                 asked[i] = fraction
     for i, group in enumerate(groups):
         if group.least > 1 and asked[i] > 0:
-            most = _Steps.of(group, round_to).most
-            asked[i] = min(asked[i], most / group.width)
+            asked[i] = min(asked[i], group.most(round_to))
     return asked
 
 
@@ -137,19 +140,16 @@ class _Steps:
     prices: np.ndarray
     asks: np.ndarray
 
-    @property
-    def most(self) -> int:
-        return int(self.asks[-1])
-
     @classmethod
     def of(cls, group: Contender, round_to: int) -> _Steps:
         n = group.width
         gone = n - group.choice.kept_counts(np.arange(n + 1) / n, group.step or round_to)
         reached, asks = np.unique(gone[n - gone >= group.least], return_index=True)
-        sums = np.append(0.0, np.cumsum(np.sort(group.choice.scores)))
         sizes = np.diff(reached)
-        prices = np.diff(sums[reached]) / np.maximum(sizes, 1)
-        return cls(sizes, prices, asks)
+        if not len(sizes):
+            return cls(sizes, np.zeros(0), asks)
+        lowest = np.sort(group.choice.scores)[: reached[-1]]
+        return cls(sizes, np.add.reduceat(lowest, reached[:-1]) / sizes, asks)
 
 
 def structure(group: Group, modules: Mapping[str, nn.Module]) -> Hashable:

@@ -152,8 +152,13 @@ class _Part:
         return all(len(values) == 1 for values in totals.values())
 
     def _search(self, sparsity: float, round_to: int) -> np.ndarray:
-        spread = self.scores.max() - min(self.scores.min(), 0.0)
-        gain = self.scores / spread if spread > 0 else np.ones(len(self.units))
+        finite = self.scores[np.isfinite(self.scores)]
+        low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 0.0)
+        # Of what has to stay, or to go, whatever the others are.
+        beyond = max(high - low, abs(high), abs(low)) or 1.0
+        scores = np.clip(self.scores, low - beyond, high + beyond)
+        spread = scores.max() - min(scores.min(), 0.0)
+        gain = scores / spread if spread > 0 else np.ones(len(self.units))
         lengths = [rows.shape[1] for rows in self.bins]
         steps = [round_to // math.gcd(round_to, len(rows)) for rows in self.bins]
         goal = [keep_count(n, sparsity, step) for n, step in zip(lengths, steps, strict=True)]

@@ -7,6 +7,7 @@ attributes are instances of :class:`TracedInt`. They behave as plain integers, a
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import math
 import operator
@@ -225,3 +226,21 @@ def traced_attributes(model: nn.Module) -> Iterator[None]:
         for space, key, old, new in reversed(undo):
             if space.get(key) is new:  # else the model's own code has set it
                 space[key] = old
+
+
+@contextlib.contextmanager
+def traced_lengths() -> Iterator[None]:
+    """While recording, ``len`` of a tensor is its first size: Python makes of whatever a class's
+    own ``__len__`` returns a number that does not know where it came from."""
+    original = builtins.len
+
+    def length(value: Any, /) -> int:
+        if isinstance(value, torch.Tensor) and value.dim():
+            return value.shape[0]
+        return original(value)
+
+    builtins.len = length
+    try:
+        yield
+    finally:
+        builtins.len = original

@@ -49,8 +49,8 @@ def test_all_exports_are_pinned_and_exist():
     assert fxprune.__all__ == [
         "BenchmarkResult", "ChannelGroup", "InputError", "LatencyTable", "ModelError", "Pattern",
         "PatternError", "PlanError", "ProofError", "PruningError", "PruningPlan", "PruningWarning",
-        "Reached", "SettingError", "Target", "benchmark", "check_pattern", "compact", "masks",
-        "pattern", "patterns", "plan", "prune", "recalibrate_batchnorm", "register", "trace",
-        "unregister",
+        "Reached", "SettingError", "Target", "benchmark", "check_pattern", "compact", "importance",
+        "masks", "pattern", "patterns", "plan", "prune", "recalibrate_batchnorm", "register",
+        "trace", "unregister",
     ]  # fmt: skip
     assert all(hasattr(fxprune, name) for name in fxprune.__all__)

@@ -67,3 +67,21 @@ def test_labelled_networks_read_calibration_from_the_training_part():
     net = real.labelled("net", "conv", nn.Linear(3, 2), data, 0, 0.1, "")
     assert sum(len(batch) for batch in net.calibration) == 100
     assert not any(batch.any() for batch in net.calibration)
+
+
+def test_methods_are_compared_at_equal_work():
+    real, digits, methods = (importlib.import_module(n) for n in ("real", "digits", "methods"))
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 20, 3), nn.ReLU(), nn.Conv2d(20, 30, 3), nn.ReLU(), nn.Flatten(),
+        nn.Linear(480, 40), nn.ReLU(), nn.Linear(40, 4),
+    )  # fmt: skip
+    images, labels = torch.randn(50, 1, 8, 8), torch.randint(4, (50,))
+    data = digits.Data((images, labels), (images[:2], labels[:2]))
+    net = real.labelled("net", "conv", model.eval(), data, 0, 0.1, "7")
+    made = methods.Methods(net, 0)
+    wanted = methods.work(net, made._small(0.5))
+    for name in ("l2 global", "lamp isomorphic", "fisher local", "wanda global"):
+        assert abs(methods.work(net, made.prune(name, 0.5)) / wanted - 1) <= methods.FAR, name
+    with pytest.raises(methods.Impossible, match="no sparsity leaves"):
+        made.prune("bn_scale local", 0.5)

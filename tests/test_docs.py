@@ -23,7 +23,8 @@ def test_code_blocks_run(page, monkeypatch, tmp_path):
 
 
 # Calls that take a reason, and variables that hold one.
-TAKE_REASONS = ("freeze", "freeze_all", "freeze_dims", "unknown", "CannotRewrite", "Mismatch")
+TAKE_REASONS = ("freeze", "freeze_all", "freeze_dims", "unknown", "CannotRewrite", "Mismatch",
+                "Unscored")  # fmt: skip
 
 
 def words(node: ast.expr) -> str:
@@ -37,7 +38,7 @@ def words(node: ast.expr) -> str:
 
 def reasons() -> set[str]:
     found: set[str] = set()
-    for file in [*ROOT.glob("fxprune/*.py"), *ROOT.glob("patterns/*.py")]:
+    for file in [*ROOT.glob("fxprune/**/*.py"), *ROOT.glob("patterns/*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call):
                 name = getattr(node.func, "attr", getattr(node.func, "id", ""))

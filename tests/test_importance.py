@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import fxprune
+from fxprune.importance import FPGM, LAMP, BNScale, Magnitude, Random, Unscored
 
 from .test_plan import X, coupled, group
+from .test_trace import Net
+
+
+def parts(net):
+    """The weights that go with each of the 8 units, by tensor; biases and statistics stay."""
+    tensors = [net[0].weight.flatten(1), net[1].weight[:, None],
+               net[3].weight.transpose(0, 1).flatten(1)]  # fmt: skip
+    return [t.detach().double() for t in tensors]
 
 
 def slices(net):
-    """All weights that go with each of the 8 units; biases and statistics do not count."""
-    made, scale, read = net[0].weight, net[1].weight[:, None], net[3].weight.transpose(0, 1)
-    return torch.cat([made.flatten(1), scale, read.flatten(1)], 1).detach().double()
+    return torch.cat(parts(net), 1)
 
 
 def spread(net):
@@ -23,19 +33,110 @@ def spread(net):
     return (flat[:, None] - flat).square().sum(-1).sqrt().sum(1)
 
 
+def means(net):
+    """Of |w| in each tensor: (3, 8)."""
+    return torch.stack([p.abs().mean(1) for p in parts(net)])
+
+
+def share(net):
+    size = slices(net).square().mean(1)
+    return torch.stack([m / size[size >= m].sum() for m in size])
+
+
 @pytest.mark.parametrize("importance, direct", [
     ("l2", lambda net: slices(net).square().mean(1).sqrt()),
     ("l1", lambda net: slices(net).abs().mean(1)),
     ("fpgm", spread),
+    ("lamp", share),
+    ("bn_scale", lambda net: net[1].weight.detach().abs()),
+    (Magnitude(order=3, reduce="sum"), lambda net: slices(net).norm(3, dim=1)),
+    (Magnitude(order=0.5), lambda net: slices(net).abs().sqrt().mean(1).square()),
+    (Magnitude(order=math.inf, reduce="max"), lambda net: slices(net).abs().amax(1)),
+    (Magnitude(order=1, reduce="max"), lambda net: means(net).amax(0)),
+    (Magnitude(order=1, reduce="prod"), lambda net: means(net).log().mean(0).exp()),
+    (Magnitude(order=1, reduce="first"), lambda net: means(net)[0]),
+    (LAMP(order=1), lambda net: torch.stack([
+        m / slices(net).abs().mean(1)[slices(net).abs().mean(1) >= m].sum()
+        for m in slices(net).abs().mean(1)
+    ])),
     (lambda parts: sum(s.total(s.weights.sum(1)) for s in parts if s.role == "out"),
      lambda net: net[0].weight.detach().double().flatten(1).sum(1)),
     (lambda parts: torch.arange(8.0), lambda net: torch.arange(8.0)),
-], ids=["l2", "l1", "fpgm", "callable", "tensor"])  # fmt: skip
+], ids=str)  # fmt: skip
 def test_importance_equals_a_direct_computation(importance, direct):
     net = coupled()
     found = group(fxprune.plan(net, X, importance=importance), "0")
     assert torch.allclose(found.importance, direct(net).double(), rtol=1e-6)
     assert found.removed.tolist() == sorted(direct(net).argsort()[:4].tolist())
+
+
+@pytest.mark.parametrize("how, direct", [
+    ("mean", lambda s, n: s / s.mean()), ("max", lambda s, n: s / s.max()),
+    ("sum", lambda s, n: s / s.sum()), ("size", lambda s, n: s / n),
+    ("std", lambda s, n: (s - s.mean()) / s.std(correction=0)),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", [Magnitude, LAMP, FPGM, BNScale])
+def test_normalising_puts_groups_on_one_scale(kind, how, direct):
+    plain, scaled = (group(fxprune.plan(coupled(), X, importance=kind(normalize=n)), "0").importance
+                     for n in (None, how))  # fmt: skip
+    assert torch.allclose(scaled, direct(plain, slices(coupled()).shape[1]))
+
+
+def stream(s, x):
+    x = s.first(x)
+    for block in s.blocks:
+        x = x + block(x)
+    return s.last(F.silu(x).mean((2, 3)))
+
+
+def residual():
+    """A stream of 8 units that three convolutions make; depthwise ones inside the blocks."""
+    torch.manual_seed(0)
+
+    def block(n):
+        return nn.Sequential(
+            nn.Conv2d(8, n, 1), nn.BatchNorm2d(n), nn.ReLU(), nn.Conv2d(n, n, 3, 1, 1, groups=n),
+            nn.ReLU(), nn.Conv2d(n, 8, 1),
+        )  # fmt: skip
+
+    blocks = nn.ModuleList([block(12), block(6)])
+    net = Net(stream, first=nn.Conv2d(3, 8, 3), last=nn.Linear(8, 5), blocks=blocks)
+    for p in net.parameters():
+        nn.init.normal_(p)
+    return net.eval()
+
+
+def test_all_layers_of_a_stream_and_depthwise_ones_count():
+    net = residual()
+    plan = fxprune.plan(net, X, importance=Magnitude(order=1, reduce="sum"))
+    made = [net.first, net.blocks[0][5], net.blocks[1][5]]
+    read = [net.blocks[0][0], net.blocks[1][0], net.last]
+    wanted = sum(m.weight.flatten(1).abs().sum(1) for m in made)
+    wanted = wanted + sum(m.weight.transpose(0, 1).flatten(1).abs().sum(1) for m in read)
+    assert torch.allclose(group(plan, "first").importance, wanted.double().detach(), rtol=1e-5)
+    conv, norm, _, depthwise, _, last = net.blocks[0]
+    rows = [conv.weight.flatten(1), norm.weight[:, None], depthwise.weight.flatten(1),
+            last.weight[..., 0, 0].T]  # fmt: skip
+    wanted = sum(r.abs().sum(1) for r in rows)
+    found = group(plan, "blocks.0.0")
+    assert torch.allclose(found.importance, wanted.double().detach(), rtol=1e-5)
+
+
+def test_the_slices_of_a_head_are_one_unit():
+    torch.manual_seed(0)
+    net = Net(lambda s, x: s.last(s.attention(x, x, x)[0]), last=nn.Linear(12, 3),
+              attention=nn.MultiheadAttention(12, 4, batch_first=True))  # fmt: skip
+    plan = fxprune.plan(net, torch.randn(2, 5, 12), importance=Magnitude(reduce="sum"))
+    made = net.attention.in_proj_weight.reshape(3, 4, 3, 12).square().sum((0, 2, 3))
+    read = net.attention.out_proj.weight.reshape(12, 4, 3).square().sum((0, 2))
+    found = group(plan, "attention")
+    assert torch.allclose(found.importance, (made + read).sqrt().double().detach(), rtol=1e-6)
+
+
+def test_a_group_without_a_scale_stays_whole_by_bn_scale():
+    plan = fxprune.plan(residual(), X, importance="bn_scale")
+    assert group(plan, "first").frozen.startswith("no norm with a scale stands behind it")
+    assert group(plan, "blocks.0.0").kept == 6 and group(plan, "first").kept == 8
 
 
 def test_random_importance_repeats_itself_and_does_not_look_at_weights():
@@ -44,9 +145,102 @@ def test_random_importance_repeats_itself_and_does_not_look_at_weights():
     assert torch.equal(*scores) and len(scores[0].unique()) == 8
     weights = group(fxprune.plan(coupled(), X, importance="l2"), "0").importance
     assert not np.array_equal(scores[0].argsort(), weights.argsort())
+    seeded = [group(fxprune.plan(coupled(), X, importance=Random(seed=n)), "0").importance
+              for n in (1, 1, 2)]  # fmt: skip
+    assert torch.equal(seeded[0], seeded[1]) and not torch.equal(seeded[1], seeded[2])
+
+
+# -- scores of one's own --------------------------------------------------------------------------
+
+
+def test_scores_of_a_plan_can_be_changed_and_planned_with_again():
+    net = residual()
+    plan = fxprune.plan(net, X, sparsity=0.5)
+    scores = {g.name: g.importance for g in plan.groups}
+    again = fxprune.plan(net, X, sparsity=0.5, importance=scores)
+    assert [g.removed.tolist() for g in again.groups] == [g.removed.tolist() for g in plan.groups]
+    gone = group(plan, "first").removed
+    scores["first"] = scores["first"].index_fill(0, gone, 1e9)
+    other = fxprune.plan(net, X, sparsity=0.5, importance=scores)
+    assert not set(group(other, "first").removed.tolist()) & set(gone.tolist())
+    assert group(other, "blocks.0.0").removed.tolist() == group(plan, "blocks.0.0").removed.tolist()
+
+
+def test_groups_may_have_criteria_by_name_and_glob_and_others_have_the_default():
+    net = residual()
+    mixed = fxprune.plan(net, X, importance={
+        "first": list(range(8)), "blocks.*": Magnitude(order=1), "blocks.1.0": "fpgm",
+    })  # fmt: skip
+    plain = {name: fxprune.plan(net, X, importance=name) for name in ("l1", "l2", "fpgm")}
+    assert group(mixed, "first").removed.tolist() == [0, 1, 2, 3]
+    for name, of in (("blocks.0.0", "l1"), ("blocks.1.0", "fpgm")):
+        assert torch.equal(group(mixed, name).importance, group(plain[of], name).importance)
+    default = fxprune.plan(net, X, importance={"blocks.*": "l1"})
+    wanted = group(plain["l2"], "first").importance
+    assert torch.equal(group(default, "first").importance, wanted)
+
+
+class Two(nn.Module):
+    """Two weights of one module, each with units of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(6, 6)) for _ in range(2))
+
+    def forward(self, x):
+        return F.linear(F.relu(F.linear(x, self.up)), self.down)
+
+
+def test_groups_of_one_layer_have_names_of_their_own():
+    torch.manual_seed(0)
+    net, x = nn.Sequential(Two(), nn.ReLU(), nn.Linear(6, 2)), torch.randn(5, 6)
+    plan = fxprune.plan(net, x)
+    assert [g.name for g in plan.groups if g.importance is not None] == ["0", "0 (2)"]
+    scores = {"0": torch.arange(6), "0 (2)": -torch.arange(6)}
+    again = fxprune.plan(net, x, importance=scores)
+    assert group(again, "0").removed.tolist() == [0, 1, 2]
+    assert group(again, "0 (2)").removed.tolist() == [3, 4, 5]
+
+
+def test_a_function_may_leave_a_group_whole_for_a_reason_of_its_own():
+    def importance(slices):
+        if slices[0].count == 8:
+            raise Unscored("eight is enough")
+        return np.ones(slices[0].count)
+
+    plan = fxprune.plan(residual(), X, importance=importance)
+    assert dict(plan.skipped)["first"] == "eight is enough"
+    assert group(plan, "blocks.0.0").kept == 6
+
+
+# -- what is wrong --------------------------------------------------------------------------------
 
 
 def test_an_importance_that_raises_is_named():
     net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     with pytest.raises(fxprune.SettingError, match="ZeroDivisionError for group '0'"):
         fxprune.plan(net, torch.randn(1, 4), importance=lambda group: 1 / 0)
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda: Magnitude(order=0), "order=0"), (lambda: Magnitude(order=True), "order=True"),
+    (lambda: Magnitude(reduce="avg"), "reduce='avg' is none of 'mean'"),
+    (lambda: LAMP(normalize="means"), "did you mean 'mean'"),
+    (lambda: Random(seed=-1), "seed=-1"),
+])  # fmt: skip
+def test_criteria_say_what_they_cannot_be(make, words):
+    with pytest.raises(fxprune.SettingError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("importance, words", [
+    ("lapm", "bn_scale, fpgm, l1, l2, lamp, random, reconstruction"), (Magnitude, r"Magnitude\("),
+    ({"frist": "l1"}, "'frist' matches no group; did you mean 'first'"),
+    ({nn.Conv2d: "l1"}, "is no group name"), ({"first": "reconstruction"}, "the one group 'first'"),
+    ({"first": torch.ones(7)}, r"shape \(7,\) for group 'first'; it has 8 units"),
+    ({"first": [[1], [2, 3]]}, "list for group 'first'"), ({"first": 3}, "importance=3"),
+    ({"first": torch.full((8,), torch.nan)}, "NaN for group 'first'"),
+], ids=str)  # fmt: skip
+def test_what_is_no_importance_is_said_to_be_none(importance, words):
+    with pytest.raises(fxprune.SettingError, match=words):
+        fxprune.plan(residual(), X, importance=importance)

@@ -168,3 +168,17 @@ def test_new_code_takes_any_number_of_arguments():
         small(x)
     with pytest.raises(fxprune.PruningError, match="more"):
         small(x, gate, gate=gate)
+
+
+def test_the_length_of_a_tensor_is_one_of_its_sizes():
+    """``len`` gives plain integers; written into new code they would be those of the example."""
+
+    def forward(s, x):
+        y = torch.sigmoid(s.a(x)).view(len(x), 8, 64)
+        return s.b(y.transpose(1, 2).reshape(len(y) * 64, -1)).view(len(x), -1)
+
+    before = len
+    plan, small = check(Net(forward, a=nn.Conv2d(3, 8, 1), b=nn.Linear(8, 2)), image())
+    assert len is before
+    assert plan.code  # the 8 is written anew, the lengths are not
+    assert torch.equal(small(image(batch=5)), fxprune.trace(small, image())(image(batch=5)))

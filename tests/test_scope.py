@@ -79,6 +79,18 @@ def test_what_rounding_bins_and_least_widths_forbid_goes_elsewhere(s, round_to):
     assert abs(sum(int((~k).sum()) for k in kept) - wanted) <= round_to / 2
 
 
+@pytest.mark.parametrize("bins", [(), [np.arange(1, 9).reshape(2, 4)], [
+    np.array([[1, 2, 3, 4], [5, 6, 7, 8]]), np.array([[1, 5, 2, 6], [3, 7, 4, 8]])]],
+    ids=["free", "rows", "crossing"])  # fmt: skip
+def test_infinite_scores_say_what_stays_and_what_goes(bins):
+    scores = np.array([np.inf, 1, 2, -np.inf, -np.inf, 1, np.inf, 2])
+    groups = [contender(scores, bins), contender(np.ones(8) + 0.5)]
+    found = fractions(groups, 0.25, scope="global")
+    kept = [g.choice.keep(f) for f, g in zip(found, groups, strict=True)]
+    assert kept[0][[0, 6]].all() and not kept[0][[3, 4]].any() and kept[0].sum() == 4
+    assert kept[1].all()
+
+
 def test_more_is_asked_for_than_can_go_and_every_group_keeps_its_least():
     groups = [contender(np.arange(10.0), least=4), contender(np.arange(10.0) + 5, least=1)]
     assert np.allclose(compete(groups, 0.99), [0.6, 0.9])
@@ -113,7 +125,7 @@ def test_global_takes_the_fraction_of_all_units_where_scores_are_least(s):
 def test_a_group_that_keeps_everything_says_why():
     plan = fxprune.plan(loud(), X.float(), sparsity=0.25, scope="global", min_width={"0": 8})
     reasons = {g.name: g.frozen for g in plan.groups}
-    assert reasons["0"] == "min_width and max_sparsity keep all its units"
+    assert reasons["0"] == "no smaller width is within min_width, max_sparsity and round_to"
     assert reasons["6"] == "its units score higher than those that go in its place"
     assert dict(plan.skipped)["6"] == reasons["6"] and lost(plan)["6"] == 0
 

@@ -1,0 +1,97 @@
+"""What a criterion is: something configured that gives each unit of a group a score."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..channels import SourceAxis
+from ..discover import Relations
+from ..errors import SettingError
+from ..recording import Trace
+from .reduction import NORMALIZE, REDUCE, Member, check_choice, combined, normalized
+from .slices import Slices
+
+Importance = Callable[[list[Slices]], Any]
+
+
+class Unscored(Exception):
+    """A criterion has nothing to say of a group, which then stays whole; the text is the reason."""
+
+
+@dataclass
+class Context:
+    """What a criterion that needs data can look at; ``axes`` are those of the groups it scores."""
+
+    trace: Trace
+    relations: Relations
+    axes: Sequence[SourceAxis]
+    example_input: Any
+    attention: str = "heads"
+
+    def classes(self, axis: SourceAxis) -> np.ndarray:
+        """The unit class of each slice of an axis: (n,); 0 stays."""
+        return self.relations.of(axis).reshape(-1)
+
+
+@dataclass
+class Measured:
+    """What data has told, for axes by number (``Slices.first``): one value a slice, (n,), and for
+    how much each of these counts."""
+
+    values: Mapping[int, np.ndarray]
+    sizes: Mapping[int, np.ndarray]
+
+    def of(self, s: Slices) -> Member:
+        values, sizes = (s.summed(kind[s.first]) for kind in (self.values, self.sizes))
+        return Member(values, sizes, s.role == "out")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Criterion:
+    """Scores units by all slices that go with them, in every layer that they are coupled with.
+
+    Args:
+        reduce: how the layers' values become one. ``"mean"`` takes all slices as if they were one
+            tensor, ``"sum"`` adds them up, ``"max"`` and ``"prod"`` take the largest and the
+            geometric mean of the layers' own means, ``"first"`` only looks at the first layer that
+            makes the unit (or, where a criterion looks at readers, the first that reads it).
+        normalize: what the scores of a group are divided by, for scopes in which groups compete:
+            their ``"mean"``, ``"max"`` or ``"sum"``; ``"size"``, the number of parameters that go
+            with a unit; ``"std"`` subtracts the mean and divides by the standard deviation.
+    """
+
+    reduce: str = "mean"
+    normalize: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("reduce", self.reduce, REDUCE)
+        check_choice("normalize", self.normalize, NORMALIZE)
+
+    def prepare(self, context: Context) -> Importance:
+        """What scores groups of a model: the criterion itself, unless it needs data."""
+        return self
+
+    def __call__(self, group: list[Slices], data: Measured | None = None) -> np.ndarray:
+        """One score a unit: array (count,)."""
+        # Biases and means are not lost with their units: they are folded into the layers behind.
+        lost = [s for s in group if s.role not in ("shift", "stat")]
+        count = group[0].count
+        scores = self.score(lost, count, data)
+        return normalized(scores, self.normalize, sum((s.sizes() for s in lost), np.zeros(count)))
+
+    def score(self, group: list[Slices], count: int, data: Measured | None) -> np.ndarray:
+        """Scores before they are normalised, by the slices that are lost with the units."""
+        return combined(self.members(group, data), self.reduce, count)
+
+    def members(self, group: list[Slices], data: Measured | None) -> list[Member]:
+        raise NotImplementedError
+
+    def measured(self, data: Measured | None) -> Measured:
+        if data is None:
+            name = type(self).__name__
+            raise SettingError(f"{name} needs data: pass it as importance= to fxprune.plan")
+        return data

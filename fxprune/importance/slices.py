@@ -1,0 +1,98 @@
+"""The slices of parameters that go with the units of a group: what criteria look at."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from ..channels import SourceAxis
+
+_PIECE = 2**20  # elements
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The slices of one parameter that belong to a group.
+
+    Attributes:
+        name: of the parameter in the model.
+        role: what the slices do: ``out`` makes a channel, ``in`` reads it, ``scale`` and ``shift``
+            act on it (a norm's), ``stat`` is measured from it, ``bare…`` is anything else.
+        tensor: the parameter with the slices' dimensions first; no copy.
+        rank: how many dimensions those are.
+        units: array (n,), the index of the unit that each row belongs to, -1 where it stays.
+        count: number of units.
+        first: a number that tells this axis of this parameter from all others.
+    """
+
+    name: str
+    role: str
+    tensor: Tensor
+    rank: int
+    units: np.ndarray
+    count: int
+    first: int = 0
+    # By order: the rows that a layer has for several groups are measured once.
+    _norms: dict[float, Tensor] = field(default_factory=dict, repr=False)
+
+    def among(self, index: np.ndarray, count: int) -> Slices:
+        """The slices as those of a group: ``index`` says which of its units each unit is, or -1."""
+        return Slices(
+            self.name, self.role, self.tensor, self.rank, index[self.units], count, self.first,
+            self._norms,
+        )  # fmt: skip
+
+    @property
+    def weights(self) -> Tensor:
+        """Tensor (n, m), one row a slice."""
+        return self.tensor.reshape(len(self.units), -1)
+
+    def norms(self, order: float) -> Tensor:
+        """The norm of each row: Tensor (n,)."""
+        if order not in self._norms:
+            self._norms[order] = self._measure(order)
+        return self._norms[order]
+
+    def _measure(self, order: float) -> Tensor:
+        rest = tuple(range(self.rank, self.tensor.dim()))
+        if order == math.inf:
+            return self.weights.abs().amax(1)
+        if not rest:
+            return self.tensor.abs().reshape(-1)
+        # In pieces along the longest dimension: the whole at once would not stay in the cache.
+        longest = max(rest, key=self.tensor.size)
+        pieces = max(1, self.tensor.numel() // _PIECE)
+        total: Tensor | None = None
+        for part in self.tensor.tensor_split(pieces, longest):
+            part = part.float() if part.dtype.itemsize < 4 else part
+            powers = (part.square() if order == 2 else part.abs() ** order).sum(rest)
+            total = powers if total is None else total + powers
+        assert total is not None
+        return (total ** (1 / order)).reshape(-1)
+
+    def total(self, rows: Tensor) -> np.ndarray:
+        """Sum over the rows of each unit: array (count,)."""
+        return self.summed(rows.detach().double().cpu().numpy())
+
+    def largest(self, rows: Tensor) -> np.ndarray:
+        """Largest over the rows of each unit: array (count,); -inf where it has none."""
+        found = np.full(self.count + 1, -np.inf)
+        np.maximum.at(found, self.units + 1, rows.detach().double().cpu().numpy())
+        return found[1:]
+
+    def sizes(self) -> np.ndarray:
+        """Number of elements of each unit: array (count,)."""
+        return self.summed(None) * (self.tensor.numel() // len(self.units))
+
+    def summed(self, values: np.ndarray | None) -> np.ndarray:
+        """Sum of one value a row, or of ones, over the rows of each unit; -1 has the first bin."""
+        return np.bincount(self.units + 1, values, self.count + 1)[1:]
+
+
+def slices(tensor: Tensor, axis: SourceAxis, units: np.ndarray, count: int) -> Slices:
+    """The rows of ``tensor`` along ``axis``, each with the one of ``count`` units it belongs to."""
+    seen = axis.slices(tensor.detach())
+    return Slices(axis.name, axis.role, seen, len(axis.dims), units.reshape(-1), count, axis.first)
