@@ -207,10 +207,7 @@ class PlanScheduler:
         def lower(found: np.ndarray, group: list[Slices]) -> np.ndarray:
             key = ", ".join(f"{s.name} {s.role}" for s in group)
             asked.append(key)
-            gone = self._gone.get(key, np.zeros(len(found), dtype=bool))
-            finite = found[np.isfinite(found)]
-            lowest = finite.min() - np.ptp(finite) - 1 if len(finite) else -1.0
-            return np.where(gone, lowest, found)
+            return np.where(self._gone.get(key, False), -np.inf, found)
 
         plain = made_plain(self.model)
         score = changed(self._importance, lower)

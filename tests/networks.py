@@ -234,6 +234,7 @@ def networks(draw, norms_over_channels: bool = False):
 def settings_of_a_plan(draw):
     return {
         "sparsity": draw(st.sampled_from([0.1, 0.3, 0.5, 0.7, 0.9])),
-        "importance": draw(st.sampled_from(["l1", "l2", "random", "fpgm"])),
+        "importance": draw(st.sampled_from(["l1", "l2", "random", "fpgm", "lamp"])),
+        "scope": draw(st.sampled_from(["local", "local", "global", "isomorphic"])),
         "round_to": draw(st.sampled_from([1, 1, 2])),
     }

@@ -62,7 +62,7 @@ def share(net):
     (lambda parts: sum(s.total(s.weights.sum(1)) for s in parts if s.role == "out"),
      lambda net: net[0].weight.detach().double().flatten(1).sum(1)),
     (lambda parts: torch.arange(8.0), lambda net: torch.arange(8.0)),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_importance_equals_a_direct_computation(importance, direct):
     net = coupled()
     found = group(fxprune.plan(net, X, importance=importance), "0")
@@ -213,6 +213,12 @@ def test_a_function_may_leave_a_group_whole_for_a_reason_of_its_own():
     assert group(plan, "blocks.0.0").kept == 6
 
 
+def test_criteria_show_what_they_were_given():
+    taylor = fxprune.importance.Taylor([X], loss=F.cross_entropy, reduce="max")
+    assert repr(taylor) == "Taylor(reduce='max', loss=cross_entropy)"
+    assert repr(Magnitude()) == "Magnitude()" and repr(Magnitude(order=1)) == "Magnitude(order=1)"
+
+
 # -- what is wrong --------------------------------------------------------------------------------
 
 
@@ -226,7 +232,8 @@ def test_an_importance_that_raises_is_named():
     (lambda: Magnitude(order=0), "order=0"), (lambda: Magnitude(order=True), "order=True"),
     (lambda: Magnitude(reduce="avg"), "reduce='avg' is none of 'mean'"),
     (lambda: LAMP(normalize="means"), "did you mean 'mean'"),
-    (lambda: Random(seed=-1), "seed=-1"),
+    (lambda: Random(seed=-1), "seed=-1"), (lambda: FPGM(reduce="max"), "FPGM has no reduce"),
+    (lambda: Random(normalize="mean"), "Random has no normalize"),
 ])  # fmt: skip
 def test_criteria_say_what_they_cannot_be(make, words):
     with pytest.raises(fxprune.SettingError, match=words):
@@ -240,7 +247,7 @@ def test_criteria_say_what_they_cannot_be(make, words):
     ({"first": torch.ones(7)}, r"shape \(7,\) for group 'first'; it has 8 units"),
     ({"first": [[1], [2, 3]]}, "list for group 'first'"), ({"first": 3}, "importance=3"),
     ({"first": torch.full((8,), torch.nan)}, "NaN for group 'first'"),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_what_is_no_importance_is_said_to_be_none(importance, words):
     with pytest.raises(fxprune.SettingError, match=words):
         fxprune.plan(residual(), X, importance=importance)

@@ -72,7 +72,7 @@ LOSS = {"loss": F.cross_entropy}
     (Activation(BATCHES, statistic="apoz"), lambda net: (read(net) != 0).double().mean((0, 2, 3))),
     (Wanda(BATCHES), lambda net: net[3].weight.abs().mean((0, 2, 3)) * read(net).square().mean(
         (0, 2, 3)).sqrt()),
-], ids=repr)  # fmt: skip
+])  # fmt: skip
 def test_importance_equals_a_direct_computation(importance, direct):
     net = coupled()
     found = group(fxprune.plan(net, X, importance=importance), "0")

@@ -160,6 +160,20 @@ def test_units_go_step_by_step_while_the_model_trains():
     assert torch.allclose(small(IMAGE), wanted, rtol=0, atol=1e-9)
 
 
+def test_where_groups_compete_what_is_masked_stays_masked_too():
+    net = conv_net()
+    scheduler = PlanScheduler(net, IMAGE, linear(0.5, 3), scope="global")
+    gone = {}
+    for share in (1 / 6, 1 / 3, 1 / 2):
+        assert scheduler.step() == pytest.approx(share, abs=0.06)
+        now = {g.name: set(g.removed.tolist()) for g in scheduler.plan.groups}
+        assert all(units <= now[name] for name, units in gone.items())
+        gone = now
+        with torch.no_grad():
+            for i, p in enumerate(net.parameters()):
+                p.mul_(10.0 ** (i % 5 - 2))  # other groups are the weak ones from now on
+
+
 def test_a_plan_schedule_goes_on_in_another_process():
     net, other = conv_net(), conv_net()
     settings = {"importance": "random", "ignore": "0"}

@@ -31,7 +31,7 @@ _NAMES = ("batches", "limit")
 _CHUNK = 2**16  # samples that are looked at at once
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class _OfActivations(Criterion):
     batches: Iterable[Any] = field(repr=False, kw_only=False)
     limit: int | None = None
@@ -45,7 +45,7 @@ class _OfActivations(Criterion):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Activation(_OfActivations):
     """What a unit says, over all inputs and positions: where the weights behind read it, or where
     nothing does, what its layers make.
@@ -85,7 +85,7 @@ class Activation(_OfActivations):
         return members
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Wanda(_OfActivations):
     """Weights times what they read: mean over the weights that read a unit of |w|·‖x‖, with ‖x‖ the
     root mean square of what the unit says there, over all inputs and positions.

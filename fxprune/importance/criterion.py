@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class Measured:
         return Member(values, sizes, s.role == "out")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Criterion:
     """Scores units by all slices that go with them, in every layer that they are coupled with.
 
@@ -64,12 +64,26 @@ class Criterion:
             with a unit; ``"std"`` subtracts the mean and divides by the standard deviation.
     """
 
+    without: ClassVar[tuple[str, ...]] = ()  # arguments that mean nothing here
     reduce: str = "mean"
     normalize: str | None = None
 
     def __post_init__(self) -> None:
+        for name, usual in (("reduce", "mean"), ("normalize", None)):
+            if name in self.without and getattr(self, name) != usual:
+                raise SettingError(f"{type(self).__name__} has no {name}")
         check_choice("reduce", self.reduce, REDUCE)
         check_choice("normalize", self.normalize, NORMALIZE)
+
+    def __repr__(self) -> str:
+        """What is not by default; functions by name."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
+        defaults = {f.name: f.default for f in fields(self)}
+        shown = [
+            f"{name}={getattr(value, '__name__', None) or repr(value)}"
+            for name, value in given.items() if value is not defaults[name]
+        ]  # fmt: skip
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def prepare(self, context: Context) -> Importance:
         """What scores groups of a model: the criterion itself, unless it needs data."""

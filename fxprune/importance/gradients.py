@@ -25,7 +25,7 @@ from .slices import Slices
 _NAMES = ("batches", "limit")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class _OfGradients(Criterion):
     factor: ClassVar[float] = 1.0
     batches: Iterable[Any] = field(repr=False, kw_only=False)
@@ -58,7 +58,7 @@ class _OfGradients(Criterion):
         yield batch
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Taylor(_OfGradients):
     """How much the loss would change, to first order, without a unit: mean over batches of
     (Σ g·w)² over its slices in a layer; with ``joint=False``, Σ (g·w)².
@@ -81,7 +81,7 @@ class Taylor(_OfGradients):
     """
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Fisher(_OfGradients):
     """How much the loss would rise, to second order, without a unit: ½ · mean over samples of
     (Σ g·w)² over its slices in a layer, g the gradient of one sample's loss.

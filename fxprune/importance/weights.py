@@ -14,7 +14,7 @@ from .reduction import Member
 from .slices import Slices
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Magnitude(Criterion):
     """The size of a unit's weights: (mean of |w|ⁿ over all slices)^(1/n).
 
@@ -23,7 +23,7 @@ class Magnitude(Criterion):
     (arXiv 2301.12900).
 
     Args:
-        order: n, any positive number; ``math.inf`` for the largest weight.
+        order: n, any positive number; ``math.inf`` for the largest weight of each layer.
         reduce, normalize: see :class:`Criterion`; ``reduce="sum"`` with order n is the Lₙ norm of
             everything that goes with the unit.
     """
@@ -53,7 +53,7 @@ class Magnitude(Criterion):
         return found if self.order in (1, math.inf) else found ** (1 / self.order)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LAMP(Magnitude):
     """A unit's share of the squared weights that are at least as large: mᵤ / Σ (m_v: m_v ≥ mᵤ).
 
@@ -73,13 +73,15 @@ class LAMP(Magnitude):
         return scores
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class FPGM(Criterion):
     """Sum of the distances to the other units: those near the geometric median go first, for the
     others can stand for them. Distances are Euclidean, over all slices that make the units.
 
     He et al., "Filter Pruning via Geometric Median" (arXiv 1811.00250). It has no ``reduce``.
     """
+
+    without = ("reduce",)
 
     def score(self, group: list[Slices], count: int, data: Measured | None) -> np.ndarray:
         made = [s for s in group if s.role == "out"] or group
@@ -98,7 +100,7 @@ class FPGM(Criterion):
         return np.sqrt(squared).sum(1)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BNScale(Criterion):
     """The mean |γ| of the norms that scale a unit; where no norm does, the group stays whole.
 
@@ -114,7 +116,7 @@ class BNScale(Criterion):
         return found
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Random(Criterion):
     """Random scores: the baseline that every criterion has to beat. The same at every call.
 
@@ -122,6 +124,7 @@ class Random(Criterion):
         seed: of numpy's generator, together with the names of the group's parameters.
     """
 
+    without = ("reduce", "normalize")
     seed: int | None = None
 
     def __post_init__(self) -> None:
