@@ -201,7 +201,7 @@ def multiply_accumulates(
             elif names:  # a weight meets as many positions as it did
                 dims = views[names[0]]
             else:
-                result.unsure, dims = True, []
+                result.unsure, dims = True, _met(node, relations, lengths)
             size = math.prod(n for n, _ in dims)
             result.terms.append(product_of(dims, flops / 2 / max(size, 1)))
     return result
@@ -223,6 +223,18 @@ def _dims(product: Product, lengths: Lengths) -> list[tuple[int, int | None]]:
         x[a] = max(x[a], w[b], key=lambda dim: dim[0])
     paired = {b for _, b in product.pairs}
     return x + [dim for d, dim in enumerate(w) if d not in paired]
+
+
+def _met(node: fx.Node, relations: Relations, lengths: Lengths) -> list[tuple[int, int | None]]:
+    """What a product seems to run over whose rule does not say so: every dimension of one is one
+    of two of its three tensors."""
+    seen: dict[int, list[int]] = {}
+    for value in (relations.values.get(n) for n in [*node.all_input_nodes, node]):
+        if isinstance(value, Channels):
+            for size, number in zip(value.shape, lengths.dims(value), strict=True):
+                if number is not None:
+                    seen.setdefault(number, []).append(size)
+    return [(sizes[0], n) for n, sizes in seen.items() for _ in range(len(sizes) // 2)]
 
 
 Ops = list[tuple[int, list[str]]]  # of each: operations, names of the model's tensors it reads

@@ -7,12 +7,11 @@ takes as it is beyond its layers, in proportion to the numbers that its calls re
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
-import sys
 import types
-from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from .channels import Channels
 from .counting import Count, Lengths, product_of, tensor_lengths
 from .discover import Relations
 from .layout import view_dims
+from .progress import tracking
 from .recording import Trace
 from .rewrite import memory_format
 from .running import bind_inputs, copy_model, evaluating, tensors_of
@@ -31,6 +31,7 @@ from .spec import Spec
 from .timing import LatencyTable
 from .widths import NewSizes
 
+_FEW = 3  # layers that are timed without a progress bar
 _RUNGS = 16  # widths of a group that are tried, at least where it has as many
 
 Dims = list[tuple[int, "int | None"]]  # size, and the number of the length where it changes
@@ -57,18 +58,18 @@ class Latency:
         self.trace, self.lengths = trace, lengths
         self.table = LatencyTable() if table is None else table
         views = tensor_lengths(relations, lengths)
-        self.layers = [
+        every = np.ones(int(relations.classes.max(initial=0)) + 1, dtype=bool)
+        now = lengths.measure(every)
+        found = [
             _Layer(trace, node, relations, lengths, views)
             for node in trace.graph.nodes if _has_widths(trace, node)
         ]  # fmt: skip
+        self.layers = [layer for layer in found if layer.stands_alone(now)]
         self.device = next((p.device for p in trace.model.parameters()), torch.device("cpu"))
         self.activity = _activity(trace, relations, lengths)
-        self._bar: Any = None
-        every = np.ones(int(relations.classes.max(initial=0)) + 1, dtype=bool)
         with evaluating(trace.model):
             specs = [node.meta.get("spec") for node in trace.graph.nodes]
-            layers = [layer.key(lengths.measure(every)) for layer in self.layers]
-            key = f"{trace.graph} {specs} {layers}"
+            key = f"{trace.graph} {specs} {[layer.key(now) for layer in self.layers]}"
             key = f"whole {type(trace.model).__qualname__} {hashlib.sha1(key.encode()).hexdigest()}"
             total = self.table.time(
                 key, self.device, lambda: (trace.model, *bind_inputs(example_input))
@@ -87,14 +88,12 @@ class Latency:
         now = self.lengths.measure(kept)
         keys = [layer.key(now) for layer in self.layers]
         missing = sum(key not in self.table.times for key in set(keys))
-        with _progress(missing) as step:
-            times = []
-            for key, layer in zip(keys, self.layers, strict=True):
-                known = key in self.table.times
-                make = lambda layer=layer: layer.make(now)  # noqa: E731
-                times.append(self.table.time(key, self.device, make))
-                if not known:
-                    step()
+        bar = tracking("timing layers") if missing > _FEW else nullcontext(iter)
+        with bar as track:
+            times = [
+                self.table.time(key, self.device, partial(layer.make, now))
+                for key, layer in track(list(zip(keys, self.layers, strict=True)))
+            ]
         if missing:
             self.table.save(self.device)
         return sum(times)
@@ -155,6 +154,16 @@ class _Layer:
         sizes = NewSizes(None, self.node, views, first)  # type: ignore[arg-type]
         return self.attributes(self.module, sizes), views
 
+    def stands_alone(self, now: np.ndarray) -> bool:
+        """Whether it runs on inputs of the same shapes; else its time is part of the rest."""
+        module, args, kwargs = self.make(now)
+        try:
+            with torch.no_grad():
+                module(*args, **kwargs)
+        except Exception:  # whatever the layer's own code raises on other values
+            return False
+        return True
+
     def key(self, now: np.ndarray) -> str:
         """What its time depends on."""
         attributes, views = self._new(now)
@@ -214,16 +223,3 @@ def _activity(trace: Trace, relations: Relations, lengths: Lengths) -> Count:
         if node.op.startswith("call") and isinstance(value, Channels):
             terms.append(product_of(zip(value.shape, lengths.dims(value), strict=True)))
     return Count(lengths, terms)
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on the terminal where several layers are to be timed."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    hidden = total < 4 or not sys.stderr.isatty()
-    with Progress(console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("timing layers", total=total)
-        yield lambda: bar.advance(task)

@@ -179,6 +179,26 @@ def test_layers_of_every_kind_can_be_made_alone_at_other_widths(kind):
     assert found < 0.75
 
 
+def test_a_layer_that_does_not_run_alone_is_part_of_the_rest():
+    class Picky(nn.Linear):
+        def forward(self, x):
+            if x.min() >= 0:
+                raise ValueError("only what a model gives me")
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), Picky(32, 32), nn.Linear(32, 4)).eval()
+    x = torch.randn(4, 16)
+    known = fxprune.pattern(
+        Picky, layout={"x": "n i", "weight": "o i", "bias": "o", "return": "n o"},
+        attributes={"in_features": "i", "out_features": "o"},
+    )  # fmt: skip
+    device = Device(by=1, penalty=1.0)
+    target = Target(latency=0.6, table=LatencyTable(timer=device))
+    plan = fxprune.plan(model, x, target=target, patterns=known)
+    assert not any(isinstance(m, Picky) for m in device.calls)
+    assert plan.apply(model)[2].out_features < 32 and abs(plan.target.error) <= 0.02
+
+
 def test_times_are_kept_by_device_and_version_and_read_again(tmp_path):
     device = Device(by=4, penalty=1.0)
     first = LatencyTable(tmp_path, timer=device)

@@ -160,6 +160,37 @@ def test_models_of_torchvision_come_within_one_per_cent(kind, measure):
     assert abs(reached.error) <= 0.01
 
 
+def near(x, y):
+    return x @ y.transpose(-1, -2)
+
+
+def nearest(x, y):
+    """One of its three products is the same however many channels there are."""
+    return near(x, y) @ near(y, y)
+
+
+class Gram(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.a, self.b = nn.Linear(8, 64), nn.Linear(8, 64)
+        self.c, self.d = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.function(self.a(x), self.b(x)) @ self.d(torch.relu(self.c(x)))
+
+
+@pytest.mark.parametrize("function", [near, nearest])
+def test_work_of_an_op_that_only_the_user_knows_is_counted_on_the_pruned_model(function):
+    """Its declaration does not say what it multiplies, so what was foreseen is put right."""
+    model, x = Gram(function).eval(), torch.randn(2, 24, 8)
+    known = fxprune.pattern(function, layout={"x": "b n c", "y": "b m c", "return": "b n m"})
+    plan = fxprune.plan(model, x, target=Target(macs=0.6), patterns=known)
+    small = plan.apply(model)
+    assert small.a.out_features < 64
+    assert plan.target.got == macs(small, x) and abs(plan.target.error) <= 0.02
+
+
 def test_macs_are_those_of_the_flop_counter_for_the_example_input():
     model, x = make("resnet18")
     target = Target(macs=10**7)
