@@ -116,11 +116,11 @@ def count(measure, model, x):
 
 
 KINDS = [
-    "resnet18", "mobilenet_v2", "shufflenet_v2_x0_5", "squeezenet1_1", "densenet", "vit", "swin",
-    "convnext", "bert", "llama", "gru", "lstm", "computed", "per head", "encoder",
+    "resnet18", "mobilenet_v2", "squeezenet1_1", "densenet", "vit", "swin", "convnext",
+    "bert", "llama", "gru", "lstm", "computed", "per head", "encoder",
 ]  # fmt: skip
 REAL = ["resnet18", "mobilenet_v2", "vgg11", "densenet121", "efficientnet_b0", "vit_b_16", "swin_t",
-        "convnext_tiny", "regnet_y_400mf", "googlenet"]  # fmt: skip
+        "convnext_tiny", "regnet_y_400mf", "googlenet", "shufflenet_v2_x1_0"]  # fmt: skip
 
 
 def counts_as_foreseen(model, x, measure, **settings):
