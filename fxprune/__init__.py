@@ -10,6 +10,7 @@ from . import importance, masks
 from .api import prune
 from .batchnorm import recalibrate_batchnorm
 from .benchmarking import BenchmarkResult, benchmark
+from .budgets import Reached, Target
 from .compacting import compact
 from .errors import (
     InputError,
@@ -28,12 +29,14 @@ from .pruner import Pruner
 from .pruning_plan import ChannelGroup, PruningPlan
 from .recorder import trace
 from .registry import register, unregister
+from .timing import LatencyTable
 
 __version__ = "0.1.0"
 __all__ = [
     "BenchmarkResult",
     "ChannelGroup",
     "InputError",
+    "LatencyTable",
     "ModelError",
     "Pattern",
     "PatternError",
@@ -43,7 +46,9 @@ __all__ = [
     "PruningError",
     "PruningPlan",
     "PruningWarning",
+    "Reached",
     "SettingError",
+    "Target",
     "benchmark",
     "check_pattern",
     "compact",

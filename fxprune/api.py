@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
+from .budgets import Target
 from .errors import SettingError
 from .pattern_types import Pattern
 from .planning import plan
@@ -19,13 +20,14 @@ def prune(
     model: nn.Module,
     example_input: Any,
     *,
-    sparsity: float | Mapping[Any, float] = 0.5,
+    sparsity: float | Mapping[Any, float] | None = None,
+    target: Target | None = None,
     ignore: Iterable[Any] | str | type | nn.Module = (),
     importance: Any = "l2",
     scope: str = "local",
     min_width: Any = None,
     max_sparsity: Any = None,
-    round_to: int = 1,
+    round_to: int | Literal["auto"] = 1,
     bias: str = "propagate",
     exact: bool = False,
     attention: str = "heads",
@@ -43,7 +45,7 @@ def prune(
     Args:
         model: any module that runs on ``example_input``. It is left untouched.
         example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
-        sparsity, ignore, importance, scope, min_width, max_sparsity, round_to, bias, exact,
+        sparsity, target, ignore, importance, scope, min_width, max_sparsity, round_to, bias, exact,
             attention, outputs, patterns, calibration, calibration_batches, calibration_mode: see
             :func:`fxprune.plan`.
         inplace: change ``model`` itself; an exception leaves it as it was.
@@ -63,6 +65,7 @@ def prune(
         model,
         example_input,
         sparsity=sparsity,
+        target=target,
         ignore=ignore,
         importance=importance,
         scope=scope,

@@ -44,13 +44,15 @@ def assemble(planner: Planner, replay: Replay) -> PruningPlan:
         _folds=planner.folds,
         _replay=replay,
         _walk=planner.constants,
+        _budget=planner.budget,
         _units=[g.units for g in planner.groups if not g.frozen and g.producers],
     )
     result.skipped = _skipped(planner, result)
     asked = {str(n.target) for n in planner.trace.graph.nodes if n.op == "get_attr"}
     result.attributes |= announced(planner.trace, replay, asked | result.attributes.keys())
     _configure(planner, result, replay)
-    if result.groups and all(g.frozen for g in result.groups):
+    # Where there is a target, its budget says so.
+    if planner.budget is None and result.groups and all(g.frozen for g in result.groups):
         reasons = "; ".join(f"{what}: {why}" for what, why in result.skipped[:5])
         warn(f"nothing of {type(planner.trace.model).__name__} can be pruned. {reasons}")
     return result

@@ -19,6 +19,7 @@ from .running import bind_inputs, copy_model, evaluating
 
 MODES = ("eager", "compile", "cuda_graph")
 _BLOCK = 0.01  # seconds that one timed block of runs takes at least
+_SHORT = 0.001  # the same, where one of many layers is timed
 _BLOCKS = 5  # of each model, at least: quartiles of fewer say nothing
 
 Call = Callable[[], Any]
@@ -330,6 +331,16 @@ def _time(
         low, middle, high = statistics.quantiles(found, n=4, method="inclusive")
         result.append((middle, (low, high), len(found) * number))
     return result
+
+
+def seconds_of(module: nn.Module, args: Any, kwargs: Any) -> float:
+    """The least time of one call, where the inputs are: short, for one of many, and what else the
+    machine does can only add to it."""
+    device = next((t.device for t in tree.tensors((args, kwargs))), torch.device("cpu"))
+    call = _ready(module, args, kwargs, "eager")
+    time = _timer(call, device, torch.get_num_threads())
+    number = max(1, round(_SHORT / max(time(1), 1e-7)))
+    return min(time(number) for _ in range(2 * _BLOCKS))
 
 
 def _timer(call: Call, device: torch.device, threads: int) -> Callable[[int], float]:

@@ -54,6 +54,15 @@ class Bin:
 
 
 @dataclass
+class Product:
+    """Two operands whose products are summed, and the dimensions ``(of x, of w)`` that meet."""
+
+    x: Channels
+    w: Channels
+    pairs: list[tuple[int, int]]
+
+
+@dataclass
 class Relations:
     """What the first walk found: unit classes, what couples them, and why some stay."""
 
@@ -70,6 +79,7 @@ class Relations:
     arrivals: dict[int, torch.Tensor]  # first label of an axis -> labels of what it met first
     values: dict = field(repr=False, default_factory=dict)
     decisions: Decisions = field(repr=False, default_factory=dict)
+    products: dict[fx.Node, list[Product]] = field(repr=False, default_factory=dict)
 
     def of(self, axis: SourceAxis) -> np.ndarray:
         """The unit class of each slice of a parameter axis, in the shape of its dimensions."""
@@ -115,6 +125,7 @@ class Discover(Algebra):
         self.arrivals: dict[int, torch.Tensor] = {}
         self.parts: list[torch.Tensor] = []
         self.meetings: dict[fx.Node, list[tuple[np.ndarray, np.ndarray]]] = {}
+        self.products: dict[fx.Node, list[Product]] = {}
 
     def run(self) -> None:
         super().run()
@@ -208,6 +219,11 @@ class Discover(Algebra):
                     f"{axis.name} is used in two layouts, {known} and {axis.view}",
                     None,
                 )
+
+    def contract(self, call, x, w, contracted, batch, free_x, free_w, shape) -> Channels:
+        met = Product(x, w, [*contracted, *((a, b) for a, b, _ in batch)])
+        self.products.setdefault(call.node, []).append(met)
+        return super().contract(call, x, w, contracted, batch, free_x, free_w, shape)
 
     def join(self, a: Axis, b: Axis, call: Call) -> None:
         if a.units is b.units:
@@ -303,6 +319,7 @@ class Discover(Algebra):
             self.arrivals,
             self.values,
             self.decisions,
+            self.products,
         )
 
     def _solve(self) -> tuple[np.ndarray, np.ndarray]:

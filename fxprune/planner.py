@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from . import fusions, groups, importance, kept
 from .assembling import assemble
+from .budgeting import Budget
 from .channels import SourceAxis
 from .code import CannotRewrite, Code, rewrite
 from .constants import Constants
@@ -27,6 +28,7 @@ from .reconstruction import Reconstruction
 from .recording import Trace
 from .replay import Replay
 from .scope import MOST, Contender, fractions, structure, work_of
+from .searching import Options
 from .select import Choice, keep_count
 from .settings import Settings, matches
 
@@ -43,6 +45,7 @@ class Planner:
 
     constants = Constants  # the second walk
     reconstruction: Reconstruction | None = None  # scores units, where that is asked for
+    budget: Budget | None = None  # says how many go, where a target is given
     example_input: Any = None  # tells inputs from labels, for criteria that need data
 
     def __init__(
@@ -73,7 +76,7 @@ class Planner:
         for _ in range(_ROUNDS):
             self._divide()
             replay = self._attempt()
-            if replay is not None:
+            if replay is not None and self._is_met(replay):
                 self._explain_whole()
                 return assemble(self, replay)
         raise AssertionError("freezing did not come to an end")  # each round freezes a group
@@ -115,8 +118,8 @@ class Planner:
             except importance.Unscored as unscored:
                 group.frozen = str(unscored)
 
-    def _divide(self, s: float | None = None) -> None:
-        """How much each group is asked to lose with the knob at ``s``, by default the sparsity."""
+    def _divide(self) -> None:
+        """How much each group is asked to lose: by the sparsity, or as a target has it."""
         sparsity, scope = self.settings.sparsity, self.settings.scope
         losing = [g for g in self.groups if g.frozen is None and id(g) in self.scores]
         contenders = [self._contender(g) for g in losing]
@@ -125,10 +128,26 @@ class Planner:
             work = work_of(self.trace, self.relations, [g.units for g in losing])
             for contender in contenders:
                 contender.curve = self.reconstruction.curve(contender.choice.units)
-        if s is None:
-            s = 0.0 if isinstance(sparsity, Mapping) else float(sparsity)
-        found = fractions(contenders, s, scope=scope, round_to=self.settings.round_to, work=work)
+
+        def at(s: float) -> list[float]:
+            return fractions(contenders, s, scope=scope, work=work)
+
+        if self.budget is None:
+            found = at(0.0 if isinstance(sparsity, Mapping) else float(sparsity))
+        else:
+            stays = self.budget.choose([Options(c.choice, c.step or 1) for c in contenders], at)
+            self.chosen = {id(g): kept for g, kept in zip(losing, stays, strict=True)}
+            found = [float(1 - kept.mean()) for kept in stays]
         self.asked = {id(g): fraction for g, fraction in zip(losing, found, strict=True)}
+
+    def _is_met(self, replay: Replay) -> bool:
+        """Whether a target is, if there is one."""
+        if self.budget is None:
+            return True
+        met = self.budget.is_met(self.removed, self.carriers, self.folds)
+        if met and self.budget.measure.unsure:
+            return self.budget.is_counted(assemble(self, replay))
+        return met
 
     def _contender(self, group: groups.Group) -> Contender:
         settings, width = self.settings, len(group.units)
@@ -141,7 +160,8 @@ class Planner:
             least.append(int(given) if whole else math.ceil(given * width - 1e-9))
         own = self.own[id(group)] if isinstance(settings.sparsity, Mapping) else None
         kind = structure(group, self.modules) if settings.scope == "isomorphic" else None
-        return Contender(self._choice(group), min(max(least), width), own, kind)
+        choice, step = self._choice(group), self._step(group)
+        return Contender(choice, min(max(least), width), own, kind, step=step)
 
     def _own(self, setting: Any, group: groups.Group) -> list[Any]:
         """What a setting that may be a mapping says of the layers that make a group's channels."""
@@ -223,7 +243,9 @@ class Planner:
         """For each unit of a group whether it is to stay; None where all do."""
         if group.frozen is not None or not self.asked.get(id(group)):
             return None
-        stays = self._choice(group).keep(self.asked[id(group)], self.settings.round_to)
+        if self.budget is not None:
+            return self.chosen[id(group)]
+        stays = self._choice(group).keep(self.asked[id(group)], self._step(group))
         if stays.all():
             group.frozen = self._why_nothing_goes(group)
         return stays
@@ -236,8 +258,19 @@ class Planner:
             contender = self._contender(group)
             if not contender.most(self.settings.round_to):
                 group.frozen = "no smaller width is within min_width, max_sparsity and round_to"
+            elif self.budget is not None:
+                group.frozen = "the target is met with all of its units"
             elif contender.own is None and any(self.asked.values()):
                 group.frozen = "its units score higher than those that go in its place"
+
+    def _step(self, group: groups.Group) -> int:
+        """``round_to`` in units: of its channels, which may go several at a time."""
+        wide = self.settings.round_to
+        for axis in group.producers:
+            classes = self.relations.of(axis).reshape(-1)
+            own = np.bincount(np.searchsorted(group.units, classes[np.isin(classes, group.units)]))
+            wide = math.gcd(wide, *own[own > 0].tolist())
+        return self.settings.round_to // wide
 
     def _why_nothing_goes(self, group: groups.Group) -> str:
         width, asked = len(group.units), self.asked[id(group)]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from . import fusions
 from .batches import Batches
+from .budgeting import Budget
+from .budgets import Target
 from .calibrating import calibrate, check_mode
 from .check import check_model
 from .discover import discover
@@ -23,20 +25,21 @@ from .recorder import record
 from .recording import Trace
 from .registry import every, scope
 from .running import uncollected
-from .settings import Settings, check_names, make_settings
+from .settings import Settings, check_names, for_model, make_settings
 
 
 def plan(
     model: nn.Module,
     example_input: Any,
     *,
-    sparsity: float | Mapping[Any, float] = 0.5,
+    sparsity: float | Mapping[Any, float] | None = None,
+    target: Target | None = None,
     ignore: Iterable[Any] | str | type | nn.Module = (),
     importance: Any = "l2",
     scope: str = "local",
     min_width: Any = None,
     max_sparsity: Any = None,
-    round_to: int = 1,
+    round_to: int | Literal["auto"] = 1,
     bias: str = "propagate",
     exact: bool = False,
     attention: str = "heads",
@@ -54,7 +57,10 @@ def plan(
         sparsity: the fraction of units that each group loses, in [0, 1); or a mapping from module
             name (globs allowed) or module type to a fraction. Layers that a mapping does not match
             stay whole, with all that is coupled to them. A layer whose inputs and outputs both
-            lose s of their units keeps (1 - s)² of its parameters and multiply-accumulates.
+            lose s of their units keeps (1 - s)² of its parameters and multiply-accumulates. By
+            default 0.5.
+        target: what is to be left, instead: ``fxprune.Target(params=0.5)``, ``macs`` or
+            ``latency``. ``plan.target`` says what was asked and got.
         ignore: module names, globs, types or modules whose output channels all stay.
         importance: what scores units; the lowest go. A name (``"l2"``, ``"l1"``, ``"lamp"``,
             ``"fpgm"``, ``"bn_scale"``, ``"random"``), a criterion of :mod:`fxprune.importance`
@@ -72,7 +78,9 @@ def plan(
             (0, 1], or a mapping from module name, glob or type to one of these.
         max_sparsity: no group loses more than this fraction of its units; or such a mapping. By
             default 0.9, and any with ``scope="local"``.
-        round_to: kept widths are multiples of this where they shrink at all.
+        round_to: kept widths are multiples of this where they shrink at all; in channels, also
+            where they go several at a time (heads). ``"auto"``: what the device works well with
+            (:func:`fxprune.rounding.preferred`).
         bias: ``"propagate"`` moves what removed channels still emit into the layers that read
             them; ``"drop"`` has removed channels contribute nothing. ``"expected"`` moves what they
             said in the mean, as far as batch norms tell (:mod:`fxprune.expected`); the masked model
@@ -96,17 +104,25 @@ def plan(
     """
     settings = make_settings(
         sparsity, ignore, importance, round_to, bias, exact, attention, outputs, scope,
-        min_width, max_sparsity,
+        min_width, max_sparsity, target,
     )  # fmt: skip
     if calibration is None:
         if importance == "reconstruction":
             raise SettingError("importance='reconstruction' needs inputs: pass calibration=")
-        return make_plan(model, example_input, settings, patterns, Planner)
+        return _told(make_plan(model, example_input, settings, patterns, Planner))
     batches = Batches(calibration, model, example_input, calibration_batches)
     check_mode(calibration_mode)
     made = make_plan(model, example_input, settings, patterns, Planner, batches)
     calibrate(made, model, batches, mode=calibration_mode)
-    return made
+    return _told(made)
+
+
+def _told(plan: PruningPlan) -> PruningPlan:
+    """With what its target comes to."""
+    if plan._budget is not None:
+        plan.target = plan._budget.reached(plan)
+        plan._budget.tell(plan.target)
+    return plan
 
 
 def make_plan(
@@ -120,6 +136,7 @@ def make_plan(
     """Record, relate, and let a planner choose, by what ``batches`` tell if it is asked to."""
     check_model(model, example_input)
     check_names(model, settings)
+    settings = for_model(settings, model)
 
     @cache
     def trained() -> Trace | None:
@@ -139,6 +156,8 @@ def make_plan(
             chooser.reconstruction = Reconstruction(
                 trace, relations, batches, attention=settings.attention
             )
+        if settings.target is not None:
+            chooser.budget = Budget(settings.target, trace, relations, example_input)
         return chooser.plan()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from . import masking, report, rewrite
 from . import penalty as penalties
+from .budgets import Reached
 from .channels import SourceAxis
 from .code import Borrowed, Code
 from .constants import Constants
@@ -73,6 +74,7 @@ class PruningPlan:
         graph: the dependency graph, a :class:`networkx.Graph` over parameter axes.
         attributes: attributes of the model's own modules that will be set.
         code: modules whose forward is written anew, with its source, because it holds sizes.
+        target: what was asked for and got, where a target was given.
     """
 
     groups: list[ChannelGroup]
@@ -94,6 +96,8 @@ class PruningPlan:
     _units: list[np.ndarray] = field(repr=False)  # of each group that is not frozen
     _walk: type[Constants] = field(repr=False)
     _mixes: dict[str, Mix] = field(default_factory=dict, repr=False)  # of a calibration
+    target: Reached | None = None
+    _budget: Any = field(default=None, repr=False)
     _calibration: str = field(default="", repr=False)  # which tells it from all others
 
     @property

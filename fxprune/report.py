@@ -41,6 +41,10 @@ def table(plan: Any) -> str:
         f"{pruned} groups pruned, {len(plan.kept)} tensors change; "
         f"{len(plan.skipped)} layers stay whole (plan.skipped says why)"
     )
+    if plan.target is not None:
+        console.print(str(plan.target))
+    if plan.settings.rounding:
+        console.print(plan.settings.rounding)
     errors = plan.predicted_error
     if errors:
         worst = max(errors, key=errors.__getitem__)

@@ -44,6 +44,7 @@ class Contender:
         own: a fraction that is this group's own: it does not compete.
         kind: of its structure; see :func:`structure`.
         curve: the predicted error with 0, 1, … n units, where that is known.
+        step: what the number of units is rounded to, where that is not the same for all.
     """
 
     choice: Choice
@@ -51,6 +52,7 @@ class Contender:
     own: float | None = None
     kind: Hashable = None
     curve: np.ndarray | None = None
+    step: int | None = None
 
     @property
     def width(self) -> int:
@@ -141,7 +143,7 @@ class _Steps:
     @classmethod
     def of(cls, group: Contender, round_to: int) -> _Steps:
         n = group.width
-        gone = n - group.choice.kept_counts(np.arange(n + 1) / n, round_to)
+        gone = n - group.choice.kept_counts(np.arange(n + 1) / n, group.step or round_to)
         reached, asks = np.unique(gone[n - gone >= group.least], return_index=True)
         sizes = np.diff(reached)
         if not len(sizes):

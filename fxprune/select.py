@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import networkx as nx
 import numpy as np
@@ -34,25 +35,26 @@ class Choice:
     def keep(self, sparsity: float, round_to: int = 1) -> np.ndarray:
         """True for each unit that stays when the fraction ``sparsity`` of them goes."""
         kept = np.ones(len(self.units), dtype=bool)
-        for part in self._parts():
+        for part in self._parts:
             kept[part.members] = part.keep(sparsity, round_to)
         return kept
 
     def kept_counts(self, sparsity: np.ndarray, round_to: int = 1) -> np.ndarray:
         """How many units :meth:`keep` leaves at each of some fractions; where bins cross, about."""
         return sum(
-            (part.kept_counts(sparsity, round_to) for part in self._parts()),
+            (part.kept_counts(sparsity, round_to) for part in self._parts),
             start=np.zeros(len(sparsity), dtype=np.int64),
         )
 
     def complete(self, kept: np.ndarray) -> np.ndarray:
         """The smallest balanced superset of the units in ``kept``."""
         result = kept.copy()
-        for part in self._parts():
+        for part in self._parts:
             if part.bins and not part.balanced(kept[part.members]):
                 result[part.members] = part.complete(kept[part.members])
         return result
 
+    @cached_property
     def _parts(self) -> list[_Part]:
         """Units that no bin couples are chosen apart from those that one does."""
         index = {int(u): i for i, u in enumerate(self.units)}
@@ -89,7 +91,7 @@ class _Part:
     covers: list[np.ndarray]
 
     def keep(self, sparsity: float, round_to: int) -> np.ndarray:
-        partition = self._partition()
+        partition = self._partition
         if partition is None:
             return self._search(sparsity, round_to)
         kept = np.zeros(len(self.units), dtype=bool)
@@ -103,7 +105,7 @@ class _Part:
         return replace(self, bins=bins)._search(sparsity, round_to)
 
     def kept_counts(self, sparsity: np.ndarray, round_to: int) -> np.ndarray:
-        partition = self._partition()
+        partition = self._partition
         if partition is not None:
             step = round_to // math.gcd(round_to, len(partition))
             return sum(
@@ -115,6 +117,7 @@ class _Part:
         share = keep_counts(length, sparsity, step) / length
         return np.ceil(share * len(self.units) - 1e-9).astype(np.int64)
 
+    @cached_property
     def _partition(self) -> list[np.ndarray] | None:
         """The rows of the bins as index lists, where they are one partition of the units."""
         if not self.bins:

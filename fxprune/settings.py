@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any
@@ -12,8 +12,12 @@ from typing import Any
 from torch import nn
 
 from . import importance
+from .budgets import Target
 from .errors import SettingError
+from .rounding import preferred
 from .scope import SCOPES
+
+_SPARSITY = 0.5  # where neither it nor a target is given
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Settings:
     sparsity: Any
     ignore: tuple[Any, ...]
     importance: Any
-    round_to: int
+    round_to: Any
     bias: str
     exact: bool
     attention: str
@@ -29,20 +33,29 @@ class Settings:
     scope: str = "local"
     min_width: Any = None
     max_sparsity: Any = None
+    target: Target | None = None
+    rounding: str = ""  # what "auto" has come to, and why
 
 
 def make_settings(
     sparsity, ignore, chosen, round_to, bias, exact, attention, outputs, scope="local",
-    min_width=None, max_sparsity=None,
+    min_width=None, max_sparsity=None, target=None,
 ) -> Settings:  # fmt: skip
+    if target is not None and not isinstance(target, Target):
+        raise SettingError(f"target={target!r} is no fxprune.Target, such as Target(params=0.5)")
+    if target is not None and sparsity is not None:
+        raise SettingError(
+            f"sparsity={sparsity!r} and target={target!r}: give one. A target finds the sparsity"
+        )
+    sparsity = _SPARSITY if sparsity is None else sparsity
     for value in _values(sparsity):
         if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= float(value) < 1:
             raise SettingError(
                 f"sparsity={value!r} is not a fraction in [0, 1): it is the share of units that go"
             )
     importance.resolve(chosen)
-    if not isinstance(round_to, int) or isinstance(round_to, bool) or round_to < 1:
-        raise SettingError(f"round_to={round_to!r} is not a positive integer")
+    if round_to != "auto" and not (_is(int, round_to) and round_to > 0):
+        raise SettingError(f"round_to={round_to!r} is not a positive integer, nor 'auto'")
     if bias not in ("propagate", "drop", "expected"):
         raise SettingError(f"bias={bias!r} is unknown; use 'propagate', 'drop' or 'expected'")
     if not isinstance(exact, bool):
@@ -79,7 +92,7 @@ def make_settings(
             raise SettingError(f"outputs={outputs!r} are no names of what the model returns")
     return Settings(
         sparsity, names, chosen, round_to, bias, bool(exact), attention, outputs, scope, min_width,
-        max_sparsity,
+        max_sparsity, target,
     )  # fmt: skip
 
 
@@ -89,6 +102,14 @@ def _is(kind: Any, value: Any) -> bool:
 
 def _values(setting: Any) -> list[Any]:
     return list(setting.values()) if isinstance(setting, Mapping) else [setting]
+
+
+def for_model(settings: Settings, model: nn.Module) -> Settings:
+    """With ``round_to="auto"`` as a number."""
+    if settings.round_to != "auto":
+        return settings
+    number, why = preferred(model)
+    return replace(settings, round_to=number, rounding=f"round_to='auto' is {number}: {why}")
 
 
 def matches(key: Any, path: str, module: nn.Module) -> bool:

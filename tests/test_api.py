@@ -9,10 +9,11 @@ import fxprune
 
 def test_public_signatures_are_pinned():
     settings = (
-        "sparsity: 'float | Mapping[Any, float]' = 0.5, "
+        "sparsity: 'float | Mapping[Any, float] | None' = None, target: 'Target | None' = None, "
         "ignore: 'Iterable[Any] | str | type | nn.Module' = (), importance: 'Any' = 'l2', "
         "scope: 'str' = 'local', min_width: 'Any' = None, max_sparsity: 'Any' = None, "
-        "round_to: 'int' = 1, bias: 'str' = 'propagate', "
+        "round_to: \"int | Literal['auto']\" = 1, "
+        "bias: 'str' = 'propagate', "
         "exact: 'bool' = False, "
         "attention: 'str' = 'heads', outputs: 'str | Iterable[str] | None' = None, "
         "patterns: 'Iterable[Pattern]' = (), calibration: 'Iterable[Any] | None' = None, "
@@ -52,10 +53,10 @@ def test_public_signatures_are_pinned():
 
 def test_all_exports_are_pinned_and_exist():
     assert fxprune.__all__ == [
-        "BenchmarkResult", "ChannelGroup", "InputError", "ModelError", "Pattern", "PatternError",
-        "PlanError", "ProofError", "Pruner", "PruningError", "PruningPlan", "PruningWarning",
-        "SettingError", "benchmark", "check_pattern", "compact", "importance", "masks", "pattern",
-        "patterns",
-        "plan", "prune", "recalibrate_batchnorm", "register", "trace", "unregister",
+        "BenchmarkResult", "ChannelGroup", "InputError", "LatencyTable", "ModelError", "Pattern",
+        "PatternError", "PlanError", "ProofError", "Pruner", "PruningError", "PruningPlan",
+        "PruningWarning", "Reached", "SettingError", "Target", "benchmark", "check_pattern",
+        "compact", "importance", "masks", "pattern", "patterns", "plan", "prune",
+        "recalibrate_batchnorm", "register", "trace", "unregister",
     ]  # fmt: skip
     assert all(hasattr(fxprune, name) for name in fxprune.__all__)

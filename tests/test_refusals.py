@@ -65,7 +65,7 @@ def test_models_that_cannot_be_pruned_are_refused_with_what_to_do(problem, said)
 SETTINGS = [
     ({"sparsity": 1.0}, r"1.0.*\[0, 1\)"), ({"sparsity": -0.1}, "-0.1"),
     ({"sparsity": True}, "True"), ({"sparsity": "a"}, "'a'"),
-    ({"sparsity": float("nan")}, "nan"), ({"sparsity": None}, "None"),
+    ({"sparsity": float("nan")}, "nan"), ({"sparsity": "half"}, "half"),
     ({"sparsity": {"0": 1.0}}, "1.0"), ({"sparsity": {"0": "a"}}, "'a'"),
     ({"sparsity": {3: 0.5}}, "sparsity: 3"), ({"sparsity": {"00": 0.5}}, "did you mean '0'"),
     ({"ignore": ["00"]}, "did you mean '0'"), ({"ignore": "layer*"}, "named_modules"),
