@@ -12,6 +12,7 @@ from .batchnorm import recalibrate_batchnorm
 from .benchmarking import BenchmarkResult, benchmark
 from .compacting import compact
 from .errors import (
+    FileError,
     InputError,
     ModelError,
     PatternError,
@@ -21,6 +22,7 @@ from .errors import (
     PruningWarning,
     SettingError,
 )
+from .loading import load
 from .pattern_check import check_pattern
 from .pattern_types import Pattern, pattern
 from .planning import plan
@@ -28,11 +30,13 @@ from .pruner import Pruner
 from .pruning_plan import ChannelGroup, PruningPlan
 from .recorder import trace
 from .registry import register, unregister
+from .saving import save
 
 __version__ = "0.1.0"
 __all__ = [
     "BenchmarkResult",
     "ChannelGroup",
+    "FileError",
     "InputError",
     "ModelError",
     "Pattern",
@@ -48,6 +52,7 @@ __all__ = [
     "check_pattern",
     "compact",
     "importance",
+    "load",
     "masks",
     "pattern",
     "patterns",
@@ -55,6 +60,7 @@ __all__ = [
     "prune",
     "recalibrate_batchnorm",
     "register",
+    "save",
     "trace",
     "unregister",
 ]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
 from torch import nn
 
-from . import fusions
+from . import example, fusions
 from .batches import Batches
 from .calibrating import calibrate, check_mode
 from .check import check_model
@@ -112,7 +112,7 @@ def make_plan(
     example_input: Any,
     settings: Settings,
     patterns: Iterable[Pattern],
-    planner: type[Planner],
+    planner: Callable[..., Planner],
     batches: Batches | None = None,
 ) -> PruningPlan:
     """Record, relate, and let a planner choose, by what ``batches`` tell if it is asked to."""
@@ -137,7 +137,9 @@ def make_plan(
             chooser.reconstruction = Reconstruction(
                 trace, relations, batches, attention=settings.attention
             )
-        return chooser.plan()
+        made = chooser.plan()
+        made._example = example.as_json(example_input)
+        return made
 
 
 @contextlib.contextmanager
