@@ -13,6 +13,7 @@ from .benchmarking import BenchmarkResult, benchmark
 from .budgets import Reached, Target
 from .compacting import compact
 from .errors import (
+    FileError,
     InputError,
     ModelError,
     PatternError,
@@ -22,6 +23,7 @@ from .errors import (
     PruningWarning,
     SettingError,
 )
+from .loading import load
 from .pattern_check import check_pattern
 from .pattern_types import Pattern, pattern
 from .planning import plan
@@ -29,12 +31,14 @@ from .pruner import Pruner
 from .pruning_plan import ChannelGroup, PruningPlan
 from .recorder import trace
 from .registry import register, unregister
+from .saving import save
 from .timing import LatencyTable
 
 __version__ = "0.1.0"
 __all__ = [
     "BenchmarkResult",
     "ChannelGroup",
+    "FileError",
     "InputError",
     "LatencyTable",
     "ModelError",
@@ -53,6 +57,7 @@ __all__ = [
     "check_pattern",
     "compact",
     "importance",
+    "load",
     "masks",
     "pattern",
     "patterns",
@@ -60,6 +65,7 @@ __all__ = [
     "prune",
     "recalibrate_batchnorm",
     "register",
+    "save",
     "trace",
     "unregister",
 ]

@@ -12,6 +12,14 @@ from .errors import InputError, ModelError
 from .running import bind_inputs
 
 
+def check_bare(model: nn.Module) -> None:
+    """Raise for a wrapper of a model."""
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise ModelError(f"model is wrapped in {type(model).__name__}; pass model.module")
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise ModelError("model is compiled; pass model._orig_mod")
+
+
 def check_model(model: Any, example_input: Any) -> None:
     """Raise for models that no run can be recorded of, with what to do instead."""
     if isinstance(model, type) and issubclass(model, nn.Module):
@@ -20,8 +28,7 @@ def check_model(model: Any, example_input: Any) -> None:
         )
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is a {type(model).__name__}, not a torch.nn.Module")
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise ModelError(f"model is wrapped in {type(model).__name__}; pass model.module")
+    check_bare(model)
     for path, module in model.named_modules():
         where = f"{path!r}" if path else "the model"
         if isinstance(module, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):

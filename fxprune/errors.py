@@ -36,6 +36,10 @@ class PlanError(PruningError):
     """The plan does not fit the model it is applied to."""
 
 
+class FileError(PruningError, OSError):
+    """The file cannot be read or written: missing, damaged, of another program …"""
+
+
 class ProofError(PruningError):
     """The pruned model does not compute what the masked model computes."""
 

@@ -34,7 +34,9 @@ def by_dimension(replay: Replay, relations: Relations) -> dict[str, dict[int, Te
         order = replay.order[axis.first]
         if not _changes(axis, order):
             continue
-        result.setdefault(axis.name, {})[tensor_dim(axis)] = _indices(axis, order)
+        dims = result.setdefault(axis.name, {})
+        dims[tensor_dim(axis)] = _indices(axis, order)
+        dims.update(_rows(axis, order))
     return result
 
 
@@ -56,6 +58,19 @@ def composed(old: dict[int, Tensor], new: dict[int, Tensor], rows: int) -> dict[
         elif fresh is not None:
             result[dim] = known[fresh]
     return result
+
+
+def _rows(axis: SourceAxis, order: Tensor) -> dict[int, Tensor]:
+    """Of an axis along several dimensions of the tensor, what is left of the leading ones."""
+    merged = view_dims(axis.tensor_shape, axis.view)
+    found = {}
+    for i, d in enumerate(axis.dims[:-1]):
+        if order.shape[i] < axis.view[d] and (d,) in [tuple(dims) for dims in merged]:
+            rows = order.movedim(i, 0).reshape(order.shape[i], -1)[:, 0]
+            inner = math.prod(axis.view[later] for later in axis.dims[i + 1 :])
+            dim = next(k for k, dims in enumerate(merged) if d in dims)
+            found[dim] = rows // inner % axis.view[d]
+    return found
 
 
 def _changes(axis: SourceAxis, order: Tensor) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, Literal
 
 from torch import nn
 
-from . import fusions
+from . import example, fusions
 from .batches import Batches
 from .budgeting import Budget
 from .budgets import Target
@@ -130,7 +130,7 @@ def make_plan(
     example_input: Any,
     settings: Settings,
     patterns: Iterable[Pattern],
-    planner: type[Planner],
+    planner: Callable[..., Planner],
     batches: Batches | None = None,
 ) -> PruningPlan:
     """Record, relate, and let a planner choose, by what ``batches`` tell if it is asked to."""
@@ -158,7 +158,9 @@ def make_plan(
             )
         if settings.target is not None:
             chooser.budget = Budget(settings.target, trace, relations, example_input)
-        return chooser.plan()
+        made = chooser.plan()
+        made._example = example.as_json(example_input)
+        return made
 
 
 @contextlib.contextmanager

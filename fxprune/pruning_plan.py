@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+import os
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from .discover import Relations
 from .fold import Folds, Mix, folds
 from .fusions import Fusion
 from .kept import members
+from .pattern_types import Pattern
 from .recording import Trace
 from .replay import Replay
 from .settings import Settings
@@ -99,6 +101,7 @@ class PruningPlan:
     target: Reached | None = None
     _budget: Any = field(default=None, repr=False)
     _calibration: str = field(default="", repr=False)  # which tells it from all others
+    _example: Any = field(default=None, repr=False)  # input, as text
 
     @property
     def approximate(self) -> list[str]:
@@ -142,6 +145,47 @@ class PruningPlan:
             PlanError: the plan does not fit the model.
         """
         return rewrite.apply(self, model, inplace=inplace)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what the plan has chosen as JSON: for other weights of the same architecture.
+
+        Of the example input, shapes and types are in the file, and integers (token ids, masks).
+
+        Raises:
+            PlanError: the plan is calibrated: its predictions are those of one model's weights.
+            FileError: the file cannot be written.
+        """
+        from . import plan_file  # it makes plans, and so stands right of this file
+
+        plan_file.save(self, path)
+
+    @staticmethod
+    def load(
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        *,
+        example_input: Any = None,
+        patterns: Iterable[Pattern] = (),
+    ) -> PruningPlan:
+        """The plan that :meth:`save` has written, for ``model``: the same channels go.
+
+        ``model`` runs once, to be recorded; nothing in the file is executed. What the removed
+        channels still say is worked out from the weights of ``model``.
+
+        Args:
+            path: the file.
+            model: of the architecture that the plan was made for.
+            example_input: what to run it on; by default an input like that of then, with random
+                numbers in it.
+            patterns: those that the plan was made with (:func:`fxprune.plan`).
+
+        Raises:
+            FileError: the file is damaged, or none of :meth:`save`.
+            PlanError: it is of another model; the message names the first tensor that differs.
+        """
+        from . import plan_file
+
+        return plan_file.load(path, model, example_input=example_input, patterns=patterns)
 
     def penalty(self, model: nn.Module, *, grow: float = 0.0) -> Tensor:
         """The sum of the norms of all units that may go: a group lasso, to be added to a loss.
@@ -206,7 +250,7 @@ class PruningPlan:
         return self  # it is not changed by use, and speaks of its own trace's nodes
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a PruningPlan cannot be pickled; save the pruned model, or plan again")
+        raise TypeError("a PruningPlan cannot be pickled; use plan.save, or save the pruned model")
 
     def __str__(self) -> str:
         return report.table(self)

@@ -14,6 +14,7 @@ from .channels import SourceAxis
 from .code import rewritten_class
 from .errors import ModelError
 from .fold import Carry, Folds, mixed
+from .history import STEPS, note
 from .kept import shrink
 from .mask import bake, is_masked, parametrizations
 from .masking import FOLDED, check_fits, has_predictions, keep_masks
@@ -27,6 +28,7 @@ class Change:
     tensors: dict[str, Tensor] = field(default_factory=dict)  # by name in the model
     computed: dict[str, Tensor] = field(default_factory=dict)  # results of parametrizations
     made: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # (module path, attribute)
+    biases: dict[tuple[str, str], int] = field(default_factory=dict)  # sizes of all new ones
     attributes: dict[tuple[str, str], Any] = field(default_factory=dict)
     refresh: dict[str, Callable[[nn.Module], None]] = field(default_factory=dict)
     classes: dict[str, type] = field(default_factory=dict)  # modules with new code, by path
@@ -139,6 +141,7 @@ def apply_with_journal(
         vars(model).pop(FOLDED, None)
         try:
             _install(change, model, journal, in_place=inplace)
+            _remember(plan, change, model, journal)
         except BaseException:
             journal.rollback()
             raise
@@ -171,6 +174,7 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
         old = getattr(owner, attribute, None)
         new = delta.to(next(owner.parameters())) + (0 if old is None else old.detach())
         rows = _rows_of(plan, path, new)
+        change.biases[path, attribute] = rows.numel()
         if old is None:
             change.made[path, attribute] = rows
         else:
@@ -289,3 +293,12 @@ def make_parameter(model: nn.Module, name: str, shape: Sequence[int], journal: J
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     _make(module, attribute, next(module.parameters()).new_zeros(shape), journal)
+
+
+def _remember(plan: Any, change: Change, model: nn.Module, journal: Journal) -> None:
+    """Leave on the model what was done to it and, before, to modules in it."""
+    history = note(plan, model, change.attributes, change.biases)
+    for module in model.modules():
+        if STEPS in vars(module):
+            journal.drop(vars(module), STEPS)
+    journal.attribute(model, STEPS, history)

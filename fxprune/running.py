@@ -44,6 +44,15 @@ def read_from(owner: Any, name: str) -> Any:
             vars(part)["training"] = mode
 
 
+def shape_of(model: nn.Module, name: str) -> tuple[int, ...] | None:
+    """None where the model has no such tensor."""
+    try:
+        found = read_attribute(model, name)
+    except AttributeError:
+        return None
+    return tuple(found.shape) if isinstance(found, Tensor) else None
+
+
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of a module and its parts, as they are stored."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -46,6 +46,16 @@ def test_public_signatures_are_pinned():
         "steps: 'int | None' = None, also: 'Iterable[nn.Module] | nn.Module | None' = None, "
         "verify: 'bool' = True, **settings: 'Any') -> 'None'"
     )
+    path = "path: 'str | os.PathLike[str]'"
+    again = "*, example_input: 'Any' = None, patterns: 'Iterable[Pattern]' = ()"
+    assert str(inspect.signature(fxprune.save)) == f"(model: 'nn.Module', {path}) -> 'None'"
+    assert str(inspect.signature(fxprune.load)) == (
+        f"(model: 'nn.Module', {path}, {again}) -> 'nn.Module'"
+    )
+    assert str(inspect.signature(fxprune.PruningPlan.save)) == f"(self, {path}) -> 'None'"
+    assert str(inspect.signature(fxprune.PruningPlan.load)) == (
+        f"({path}, model: 'nn.Module', {again}) -> 'PruningPlan'"
+    )
     for name, rest in (("mask", ""), ("apply", ", *, inplace: 'bool' = False")):
         found = str(inspect.signature(getattr(fxprune.PruningPlan, name)))
         assert found == f"(self, model: 'nn.Module'{rest}) -> 'nn.Module'"
@@ -53,10 +63,10 @@ def test_public_signatures_are_pinned():
 
 def test_all_exports_are_pinned_and_exist():
     assert fxprune.__all__ == [
-        "BenchmarkResult", "ChannelGroup", "InputError", "LatencyTable", "ModelError", "Pattern",
-        "PatternError", "PlanError", "ProofError", "Pruner", "PruningError", "PruningPlan",
-        "PruningWarning", "Reached", "SettingError", "Target", "benchmark", "check_pattern",
-        "compact", "importance", "masks", "pattern", "patterns", "plan", "prune",
-        "recalibrate_batchnorm", "register", "trace", "unregister",
+        "BenchmarkResult", "ChannelGroup", "FileError", "InputError", "LatencyTable", "ModelError",
+        "Pattern", "PatternError", "PlanError", "ProofError", "Pruner", "PruningError",
+        "PruningPlan", "PruningWarning", "Reached", "SettingError", "Target", "benchmark",
+        "check_pattern", "compact", "importance", "load", "masks", "pattern", "patterns", "plan",
+        "prune", "recalibrate_batchnorm", "register", "save", "trace", "unregister",
     ]  # fmt: skip
     assert all(hasattr(fxprune, name) for name in fxprune.__all__)

@@ -19,6 +19,7 @@ def blocks(page: Path) -> str:
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
 def test_code_blocks_run(page, monkeypatch, tmp_path):
     monkeypatch.setenv("FXPRUNE_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)  # for what they write
     exec(compile(blocks(page), str(page), "exec"), {"__name__": page.stem})
 
 

@@ -1,0 +1,119 @@
+"""A plan in a file: what it has chosen as JSON, for other weights of the same architecture."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from . import chosen, container
+from .errors import ModelError, PlanError
+from .history import Step, expect, first_difference, kept_of
+from .indices import Malformed
+from .pattern_types import Pattern
+from .places import places
+from .pruning_plan import PruningPlan
+from .restoring import Reason, restore
+
+SCHEMA = 1
+_KEYS = {"fxprune", "schema", "model", "chosen", "kept", "groups"}
+
+
+def save(plan: PruningPlan, path: str | os.PathLike[str]) -> None:
+    """See :meth:`fxprune.PruningPlan.save`."""
+    if plan._mixes:
+        raise PlanError(
+            "a calibrated plan holds predictions as large as the layers that read them, for the "
+            "weights that it was made with; save what it makes of them: fxprune.save"
+        )
+    kind = type(plan._trace.model)
+    about = {
+        "fxprune": "plan",
+        "schema": SCHEMA,
+        "model": f"{kind.__module__}.{kind.__qualname__}",
+        "chosen": chosen.as_json(plan),
+        "kept": Step(kept=kept_of(plan)).to_json(),
+        "groups": [[g.name, g.frozen, _packed(g.importance)] for g in plan.groups],
+    }
+    with container.replacing(path) as beside:
+        beside.write_text(json.dumps({**about, "sha256": _sum(about)}) + "\n")
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    example_input: Any = None,
+    patterns: Iterable[Pattern] = (),
+) -> PruningPlan:
+    """See :meth:`fxprune.PruningPlan.load`."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model is {model!r}, not a torch.nn.Module")
+    with container.speaking_of(path):
+        about = _read(path, 2 * container.room_for(len(places(model))))
+        found = chosen.Chosen.from_json(about["chosen"])
+        kept = Step.from_json(about["kept"]).kept
+        groups = [_group(item) for item in expect(about["groups"], list, "groups")]
+        found.check(model)
+        plan = restore(model, found, example_input, patterns=patterns, reasons=groups)
+    if (now := kept_of(plan)) != kept:
+        raise PlanError(
+            f"the plan does not fit this {type(model).__name__}: other channels of "
+            f"{first_difference(now, kept)} would be kept than when it was made; make a new plan"
+        )
+    return plan
+
+
+def _read(path: str | os.PathLike[str], room: int) -> dict[str, Any]:
+    size = container.size_of(path)
+    if size > room:
+        raise Malformed(f"it has {size} bytes; no plan for such a model has more than {room}")
+    try:
+        text = Path(path).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise Malformed(f"it is no text: {error}") from error
+    about = container.parse(text)
+    if not isinstance(about, dict) or about.get("fxprune") != "plan":
+        raise Malformed("it is not of PruningPlan.save")
+    if about.get("schema") != SCHEMA:
+        raise Malformed(
+            f"its schema is {str(about.get('schema'))[:20]!r}; this fxprune reads {SCHEMA}"
+        )
+    given = about.pop("sha256", None)
+    if about.keys() != _KEYS or given != _sum(about):
+        raise Malformed("its checksum is another: it has been changed")
+    return about
+
+
+def _sum(about: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def _packed(scores: torch.Tensor | None) -> str | None:
+    if scores is None:
+        return None
+    return base64.b64encode(scores.numpy().astype("<f4").tobytes()).decode()
+
+
+def _group(item: Any) -> Reason:
+    if not isinstance(item, list) or len(item) != 3 or type(item[0]) is not str:
+        raise Malformed("a group is not [name, reason, scores]")
+    name, frozen, scores = item
+    if not isinstance(frozen, (str, type(None))) or not isinstance(scores, (str, type(None))):
+        raise Malformed(f"the group {name} has no reason and no scores")
+    if scores is None:
+        return name, frozen, None
+    try:
+        found = np.frombuffer(base64.b64decode(scores, validate=True), dtype="<f4")
+    except (ValueError, binascii.Error) as error:
+        raise Malformed(f"the scores of {name} cannot be read: {error}") from error
+    return name, frozen, found.astype(float)

@@ -1,0 +1,140 @@
+"""A plan again, from what it has chosen: the model is recorded anew, and nothing is scored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from . import example as examples
+from . import groups, tree
+from .chosen import Chosen, main_dtype
+from .compacting import AsTheyAre
+from .constants import Constants
+from .errors import InputError, PlanError, SettingError
+from .fold import Folds, folds
+from .pattern_types import Pattern
+from .planner import Planner
+from .planning import make_plan
+from .pruning_plan import PruningPlan
+from .running import tensors_of
+from .settings import Settings
+
+Reason = tuple[str, str | None, np.ndarray | None]
+
+
+class Restorer(Planner):
+    """Removes what was chosen before."""
+
+    def __init__(
+        self,
+        *given: Any,
+        chosen: Chosen,
+        folding: bool,
+        reasons: list[Reason],
+    ) -> None:
+        super().__init__(*given)
+        self.chosen, self.folding, self.reasons = chosen, folding, reasons
+        self.constants = Constants if chosen.masked else AsTheyAre
+
+    def _divide(self, s: float | None = None) -> None:
+        """Nothing is asked of a group."""
+
+    def _ask(self) -> None:
+        flags = self.chosen.flags(self.relations)
+        self.removed, self.known = flags["removed"], flags
+        self.asked = {}
+        for group, (name, frozen, scores) in zip(self.groups, self.reasons, strict=False):
+            if name != self.name(group):
+                break
+            group.frozen = group.frozen or frozen
+            if scores is not None and len(scores) == len(group.units):
+                self.scores[id(group)] = scores
+
+    def _stays(self, group: groups.Group) -> np.ndarray | None:
+        stays = ~self.known["removed"][group.units]
+        return None if stays.all() else stays
+
+    def _follow_constants(self) -> bool:
+        self.silent, self.carriers = (self.known[key].copy() for key in ("silent", "carriers"))
+        self.folds = Folds()
+        if self.folding:
+            constants = self.constants(
+                self.trace, self.relations, self.removed, self.silent, self.trace.model,
+                attention=self.settings.attention,
+            )  # fmt: skip
+            constants.run()
+            self.folds = folds(
+                constants, self.carriers, self.relations.classes, self.trace.model,
+                bias=self.settings.bias, exact=self.settings.exact,
+            )  # fmt: skip
+        return True
+
+    def _freeze_classes(self, classes: np.ndarray, reason: str, where: str, line: str) -> None:
+        raise PlanError(
+            f"the plan does not fit this {type(self.trace.model).__name__}, whose code goes "
+            f"another way: {reason} ({where}). Pass the example input of then as example_input=, "
+            "or make a new plan"
+        )
+
+
+def restore(
+    model: nn.Module,
+    chosen: Chosen,
+    example_input: Any = None,
+    *,
+    patterns: Iterable[Pattern] = (),
+    folding: bool = True,
+    reasons: list[Reason] | None = None,
+) -> PruningPlan:
+    """The plan for ``model`` that removes what was chosen.
+
+    Args:
+        example_input: what the model runs on; by default one like that of then.
+        folding: whether the plan is to be applied to a model whose values count.
+        reasons: for each group its name, why it stays, and how its units scored.
+
+    Raises:
+        PlanError: it does not fit the model.
+    """
+    given = example_input is not None
+    if not given:
+        example_input = _example(model, chosen)
+
+    def planner(*args: Any) -> Restorer:
+        return Restorer(*args, chosen=chosen, folding=folding, reasons=reasons or [])
+
+    settings = Settings(
+        0.0, (), "l2", 1, chosen.bias, chosen.exact, chosen.attention, chosen.outputs
+    )
+    try:
+        return make_plan(model, example_input, settings, patterns, planner)
+    except InputError as error:
+        if given:
+            raise
+        raise PlanError(
+            f"{type(model).__name__} does not run on an input that is made up after the one of "
+            "then; pass example_input="
+        ) from error
+    except SettingError as error:
+        raise PlanError(f"the plan does not fit the model: {error}") from error
+
+
+def _example(model: nn.Module, chosen: Chosen) -> Any:
+    if chosen.example is None:
+        raise PlanError(
+            "the example input of then is too large or too special to be in the file, and "
+            f"{type(model).__name__} has to run once; pass example_input="
+        )
+    device = next((t.device for t in tensors_of(model).values()), torch.device("cpu"))
+    args, kwargs = examples.from_json(chosen.example, device)
+    dtype: Any = getattr(torch, main_dtype(model) or "float32")
+
+    def cast(t: torch.Tensor) -> torch.Tensor:
+        return t.to(dtype) if t.dtype == chosen.dtype else t
+
+    args, kwargs = tree.map_tensors((args, kwargs), cast)
+    return kwargs or args
