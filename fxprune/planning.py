@@ -137,7 +137,9 @@ def make_plan(
             chooser.reconstruction = Reconstruction(
                 trace, relations, batches, attention=settings.attention
             )
-        return chooser.plan()
+        made = chooser.plan()
+        made._example = example_input
+        return made
 
 
 @contextlib.contextmanager
