@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from . import benchmarking
 from .errors import PlanError
+from .kept import tensor_dim
 from .recording import uses_of
 from .running import tensors_of
 
@@ -86,7 +87,7 @@ def _groups(plan: Any, homes: dict[int, list[int]], order: list[str]) -> list[di
         for number in numbers:
             path = owner(sources[i].name)
             inside = sources[i].name.removeprefix(f"{path}.")
-            members[number].append([place[path], inside, list(sources[i].dims), sources[i].role])
+            members[number].append([place[path], inside, tensor_dim(sources[i]), sources[i].role])
     calls: list[dict[str, dict[int, None]]] = [{} for _ in plan.groups]
     component = {node: homes[node[0]] for node in plan.graph}
     for a, b, data in plan.graph.edges(data=True):
@@ -95,15 +96,19 @@ def _groups(plan: Any, homes: dict[int, list[int]], order: list[str]) -> list[di
             met |= dict.fromkeys(place[owner(sources[i].name)] for i, _ in sorted((a, b)))
     result = []
     for number, group in enumerate(plan.groups):
+        couplings = [[via, sorted(met)] for via, met in calls[number].items()]
         result.append({
             "name": group.name, "width": group.width, "kept": group.kept,
             "carriers": len(group.carriers), "frozen": group.frozen, "line": group.line,
             "approximate": group.approximate, "members": members[number],
-            "calls": sorted(([via, sorted(met)] for via, met in calls[number].items()),
-                            key=lambda call: call[1]),
+            "calls": sorted(couplings, key=_where),
             "importance": histogram(group.importance, group.removed),
         })  # fmt: skip
     return result
+
+
+def _where(call: list[Any]) -> Any:
+    return call[1]
 
 
 def histogram(scores: Tensor | None, removed: Tensor) -> dict[str, Any] | None:

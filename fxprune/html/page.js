@@ -216,9 +216,9 @@
       return [make("code", {}, via), make("span", { class: "soft" }, text)];
     })));
     parts.push(make("h3", {}, `${g.members.length} axes that shrink together`));
-    parts.push(listed(g.members.map(([i, name, dims, role]) => [
+    parts.push(listed(g.members.map(([i, name, dim, role]) => [
       make("code", {}, [plan.layers[i].path, name].filter(Boolean).join(".")),
-      make("span", { class: "soft" }, ` dim ${dims.join(", ")}, ${ROLES[role] ?? "used"}`)])));
+      make("span", { class: "soft" }, ` dim ${dim}, ${ROLES[role] ?? "used"}`)])));
     return parts;
   }
 
