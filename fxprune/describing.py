@@ -96,7 +96,8 @@ def _groups(plan: Any, homes: dict[int, list[int]], order: list[str]) -> list[di
             met |= dict.fromkeys(place[owner(sources[i].name)] for i, _ in sorted((a, b)))
     result = []
     for number, group in enumerate(plan.groups):
-        couplings = [[via, sorted(met)] for via, met in calls[number].items()]
+        # A layer's bias goes with its weight; what couples it with others is worth telling.
+        couplings = [[via, sorted(met)] for via, met in calls[number].items() if len(met) > 1]
         result.append({
             "name": group.name, "width": group.width, "kept": group.kept,
             "carriers": len(group.carriers), "frozen": group.frozen, "line": group.line,

@@ -78,7 +78,8 @@ class _Fields:
                 else:
                     self.scaled.setdefault(run[-1][0], {})[field[0]] = None
             self.runs.append(run)
-        self.number = {path: n for n, path in enumerate(p for p, _ in self.axis if p in boxed)}
+        paths = dict.fromkeys(path for path, _ in self.axis if path in boxed)
+        self.number = {path: n for n, path in enumerate(paths)}
 
     def of(self, i: int) -> tuple[str, str]:
         return owner(self.sources[i].name), "in" if self.sources[i].role == "in" else "out"
@@ -119,8 +120,8 @@ class _Fields:
         found: dict[tuple[Any, Any], str] = {}
         for number, run in enumerate(self.runs):
             for a, b in pairwise(run):
-                if a[0] != b[0] and (a, b) not in found:
-                    label = "".join(f", label={_quoted(named[f])}" for f in (b,) if f in named)
+                if (a[0] != b[0] or b in named) and (a, b) not in found:
+                    label = f", label={_quoted(named[b])}" if b in named else ""
                     found[a, b] = f'color="{self._colour([number], 0.6)}"{label}'
         return [
             f"n{self.number[a]}:{side} -> n{self.number[b]}:{other} [{style}]"

@@ -212,8 +212,8 @@
     parts.push(listed(g.calls.map(([via, layers]) => {
       const others = layers.map((i) => pathOf(plan.layers[i])).filter((path) => path !== via);
       const more = others.length > 4 ? ` and ${others.length - 4} more` : "";
-      const text = others.length ? ` with ${others.slice(0, 4).join(", ")}${more}` : " within itself";
-      return [make("code", {}, via), make("span", { class: "soft" }, text)];
+      return [make("code", {}, via),
+        make("span", { class: "soft" }, ` with ${others.slice(0, 4).join(", ")}${more}`)];
     })));
     parts.push(make("h3", {}, `${g.members.length} axes that shrink together`));
     parts.push(listed(g.members.map(([i, name, dim, role]) => [
