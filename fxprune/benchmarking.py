@@ -75,6 +75,22 @@ class BenchmarkResult:
         """The speed-up beside the reduction in work: 1 where all saved work is saved time."""
         return self.speed_up / self.reduction if self.reduction else None
 
+    def _repr_html_(self) -> str:
+        from .html.table import table
+
+        rows = [
+            (
+                name,
+                f"{one.median * 1e3:.3f} ms",
+                f"{one.macs / 1e6:,.1f} M",
+                f"{one.parameters:,}",
+                "",
+            )
+            for name, one in (("before", self.before), ("after", self.after))
+        ]
+        caption = f"{self.speed_up:.2f} times as fast: {self.mode} on {self.device}, {self.dtype}"
+        return table(("", "latency", "MACs", "parameters", ""), rows, caption)
+
     def __str__(self) -> str:
         from rich import box
         from rich.console import Console

@@ -242,6 +242,12 @@ def test_notebooks_show_a_table_of_text():
     assert tags.found.count("tr") == 4 and "4 → 2" in table and "output of the model" in table
 
 
+def test_notebooks_show_a_benchmark():
+    model = Residual().eval()
+    table = fxprune.benchmark(model, fxprune.prune(model, X), X, seconds=1e-3)._repr_html_()
+    assert table.count("<tr>") == 3 and "times as fast: eager on cpu" in table
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_pictures_are_drawn_of_every_group(name):
     plan = planned(name)

@@ -101,7 +101,10 @@ def prune(as_json: bool, output: Path | None, verify: bool, html: Path, **given:
         click.echo(json.dumps(about))
         return
     pruned = sum(len(group.removed) > 0 for group in made.groups)
-    click.echo(f"{pruned} groups of {about['model']} pruned, {len(made.skipped)} layers stay whole")
+    whole = telling.number(len(made.skipped), "layer stays", "layers stay")
+    click.echo(
+        f"{telling.number(pruned, 'group', 'groups')} of {about['model']} pruned, {whole} whole"
+    )
     click.echo(telling.sizes(about["parameters"], about["macs"]))
     if error is not None:
         click.echo(f"proved: differs from the masked model by {error:.1g}, relative")

@@ -67,7 +67,7 @@ def _library_of(name: str) -> str:
     for library in _installed():
         if _has(library, name):
             return library
-    raise Mistake(f"no model is called {name!r}{_hint(name, _installed())}. Otherwise {_FORMS}")
+    raise Mistake(f"no model is called {name!r}{_hint(name, _installed())}; otherwise {_FORMS}")
 
 
 def _has(library: str, name: str) -> bool:
@@ -89,7 +89,7 @@ def _names(library: str) -> list[str]:
 def _hint(name: str, libraries: list[str]) -> str:
     known = {n: f"{library}:{n}" for library in reversed(libraries) for n in _names(library)}
     near = [known[n] for n in get_close_matches(name, known, 3)]
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"; did you mean {' or '.join(near)}" if near else ""
 
 
 def _torchvision(name: str, arguments: dict[str, Any]) -> nn.Module:
@@ -176,7 +176,7 @@ def load(module: str, attribute: str) -> Any:
     for part in attribute.split("."):
         if not hasattr(found, part):
             near = get_close_matches(part, dir(found), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}" if near else ""
             raise Mistake(f"{module} has no {attribute!r}{hint}")
         found = getattr(found, part)
     return found

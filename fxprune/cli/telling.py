@@ -84,6 +84,10 @@ def sizes(parameters: list[int], macs: list[int] | None) -> str:
     )
 
 
+def number(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
+
+
 def groups(about: dict[str, Any]) -> str:
     """Each group with its axes and the calls that couple them."""
     paths = [layer["path"] for layer in about["layers"]]

@@ -77,8 +77,9 @@
 
   // -- layers ------------------------------------------------------------------------------------
 
-  // The widest layer that shrinks fills its column; a vocabulary would leave nothing to see.
-  const widths = plan.layers.filter((l) => l.out && l.out[1] < l.out[0]).map((l) => l.out[0]);
+  // The widest layer that makes fewer channels fills its column: beside a vocabulary or a norm over
+  // all that a dense block has joined, there would be nothing to see of the others.
+  const widths = plan.layers.filter((l) => l.makes && l.out[1] < l.out[0]).map((l) => l.out[0]);
   const widest = Math.max(1, ...(widths.length ? widths : plan.layers.map((l) => l.out?.[0] ?? 0)));
   const rows = plan.layers.map((layer, i) => {
     const tag = make("span", { class: "tag", hidden: "" });
