@@ -191,5 +191,6 @@ def _words(value: Any) -> Any:
         return [_words(item) for item in value]
     if isinstance(value, dict):
         return {k if isinstance(k, str) else _words(k): _words(v) for k, v in value.items()}
-    name = value if isinstance(value, type) else type(value)
-    return getattr(value, "__name__", None) or name.__name__
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    return getattr(value, "__name__", None) or repr(value)

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -201,6 +200,7 @@ def test_every_setting_of_a_plan_has_an_option():
     [
         (["-s", "first=0.5"], [4, 12]),
         (["-s", "f*=0.25", "-s", "second=0.5"], [6, 6]),
+        (["--min-width", "first=6", "--max-sparsity", "0.25"], [6, 9]),
         (["--ignore", "first"], [8, 6]),
         (["--ignore", "fir*", "--ignore", "second"], [8, 12]),
         (["--round-to", "4"], [4, 8]),
@@ -376,26 +376,28 @@ def build():
 """
 
 
-def test_each_command_runs_as_a_program(tmp_path):
-    (tmp_path / "mine.py").write_text(textwrap.dedent(MINE))
+CALLS = {
+    "inspect": ["mine:build", "--input", "2,8"],
+    "prune": ["mine:build", "--input", "2,8", "--json"],
+    "compact": ["mine:build", "--input", "2,8", "--weights", "w.safetensors"],
+    "bench": ["mine:build", "--input", "2,8", "--seconds", "0.001"],
+    "patterns": ["Conv2d"],
+}
+SAYS = {"inspect": "8 -> 4", "prune": '"proof": ', "compact": "no channel is dead",
+        "bench": "before", "patterns": "Conv2d"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "command", ["prune", *(pytest.param(c, marks=pytest.mark.slow) for c in CALLS if c != "prune")]
+)
+def test_each_command_runs_as_a_program(command, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
     save_file(built.state_dict(), tmp_path / "w.safetensors")
-    calls = {
-        "inspect": ["mine:build", "--input", "2,8"],
-        "prune": ["mine:build", "--input", "2,8", "--json"],
-        "compact": ["mine:build", "--input", "2,8", "--weights", "w.safetensors"],
-        "bench": ["mine:build", "--input", "2,8", "--seconds", "0.001"],
-        "patterns": ["Conv2d"],
-    }
     space = os.environ | {"PYTHONPATH": str(Path(fxprune.__file__).parent.parent)}
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", "fxprune", name, *rest], cwd=tmp_path, env=space, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for name, rest in calls.items()
-    }  # fmt: skip
-    said = {name: (*p.communicate(), p.returncode) for name, p in running.items()}
-    assert {name: status for name, (*_, status) in said.items()} == dict.fromkeys(calls, 0)
-    assert "8 -> 4" in said["inspect"][0] and json.loads(said["prune"][0])["proof"] < 1e-3
-    assert "no channel is dead" in said["compact"][0] and "before" in said["bench"][0]
-    assert "Conv2d" in said["patterns"][0]
+    ran = subprocess.run(
+        [sys.executable, "-m", "fxprune", command, *CALLS[command]],
+        cwd=tmp_path, env=space, text=True, capture_output=True,
+    )  # fmt: skip
+    assert ran.returncode == 0 and SAYS[command] in ran.stdout, ran.stderr
+    if command == "prune":
+        assert json.loads(ran.stdout)["proof"] < 1e-3

@@ -135,8 +135,9 @@ _SETTINGS: dict[str, tuple[Parse, dict[str, Any]]] = {
     "ignore": (_same, {"multiple": True, "metavar": "NAME", "help": (
         "Layer whose channels all stay; globs are allowed.")}),
     "importance": (_importance, {"metavar": "NAME", "help": (
-        "Which channels go first: l2, l1, fpgm, random, or package.module:function.")}),
-    "scope": (_same, {"metavar": "SCOPE", "help": "How groups share out what goes: local, …"}),
+        "Which channels go first, as l2, l1, fpgm or random; or package.module:function.")}),
+    "scope": (_same, {"metavar": "SCOPE", "help": (
+        "How groups share out what goes: local, global or isomorphic.")}),
     "min_width": (_several, {"multiple": True, "metavar": "[NAME=]UNITS", "help": (
         "Units that no group goes below.")}),
     "max_sparsity": (_several, {"multiple": True, "metavar": "[NAME=]SHARE", "help": (
