@@ -178,9 +178,9 @@ def _count(model: nn.Module) -> int:
 
 def _macs(plan: Any, model: nn.Module) -> tuple[int | None, dict[str, int]]:
     """Multiply-accumulates in all and by module; None where the plan has no input left."""
-    if plan._example is None:
+    if plan._input is None:
         return None, {}
-    return benchmarking.macs_by_module(model, plan._example)
+    return benchmarking.macs_by_module(model, plan._input)
 
 
 def _words(value: Any) -> Any:

@@ -138,7 +138,7 @@ def make_plan(
                 trace, relations, batches, attention=settings.attention
             )
         made = chooser.plan()
-        made._example = example_input
+        made._input = example_input
         return made
 
 

@@ -96,7 +96,7 @@ class PruningPlan:
     _walk: type[Constants] = field(repr=False)
     _mixes: dict[str, Mix] = field(default_factory=dict, repr=False)  # of a calibration
     _calibration: str = field(default="", repr=False)  # which tells it from all others
-    _example: Any = field(default=None, repr=False)  # the input that it was made on
+    _input: Any = field(default=None, repr=False)  # that it was made on
 
     @property
     def approximate(self) -> list[str]:
