@@ -114,7 +114,12 @@ def _importance(text: str, option: str) -> Any:
 
 
 def _target(texts: Sequence[str], option: str) -> Any:
-    return fxprune.Target(**inputs.pairs(texts, option))  # type: ignore[attr-defined]
+    given = inputs.pairs(texts, option)
+    kind = vars(fxprune)["Target"]
+    takes = inspect.signature(kind).parameters
+    if unknown := given.keys() - takes:
+        raise Mistake(f"{option}: {min(unknown)!r} is none of {', '.join(takes)}")
+    return kind(**given)
 
 
 def _same(value: Any, option: str) -> Any:
@@ -131,7 +136,7 @@ _SETTINGS: dict[str, tuple[Parse, dict[str, Any]]] = {
     "sparsity": (_several, {"multiple": True, "metavar": "[NAME=]SHARE", "help": (
         "Share of the channels that each group loses; for some layers only: 'layer[34].*=0.5'.")}),
     "target": (_target, {"multiple": True, "metavar": "WHAT=HOW MUCH", "help": (
-        "What is to be left instead, as params=0.5 or macs=1e9.")}),
+        "What is to be left instead, as params=0.5 or macs=0.5.")}),
     "ignore": (_same, {"multiple": True, "metavar": "NAME", "help": (
         "Layer whose channels all stay; globs are allowed.")}),
     "importance": (_importance, {"metavar": "NAME", "help": (
