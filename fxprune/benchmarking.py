@@ -76,6 +76,22 @@ class BenchmarkResult:
         """The speed-up beside the reduction in work: 1 where all saved work is saved time."""
         return self.speed_up / self.reduction if self.reduction else None
 
+    def _repr_html_(self) -> str:
+        from .html.table import table
+
+        rows = [
+            (
+                name,
+                f"{one.median * 1e3:.3f} ms",
+                f"{one.macs / 1e6:,.1f} M",
+                f"{one.parameters:,}",
+                "",
+            )
+            for name, one in (("before", self.before), ("after", self.after))
+        ]
+        caption = f"{self.speed_up:.2f} times as fast: {self.mode} on {self.device}, {self.dtype}"
+        return table(("", "latency", "MACs", "parameters", ""), rows, caption)
+
     def __str__(self) -> str:
         from rich import box
         from rich.console import Console
@@ -167,12 +183,23 @@ def macs(model: nn.Module, example_input: Any) -> int:
     The counter does not know the fused kernels of attention on the CPU: their work is counted as
     that of the products they stand for.
     """
+    return macs_by_module(model, example_input)[0]
+
+
+def macs_by_module(model: nn.Module, example_input: Any) -> tuple[int, dict[str, int]]:
+    """The same, and that of each module by its name."""
     args, kwargs = bind_inputs(example_input)
     with evaluating(model), torch.no_grad():
-        return _macs(model, args, kwargs)
+        counter = _counted(model, args, kwargs)
+    top = f"{type(model).__name__}."
+    found = {
+        name.removeprefix(top): sum(flops.values()) // 2
+        for name, flops in counter.get_flop_counts().items() if name.startswith(top)
+    }  # fmt: skip
+    return counter.get_total_flops() // 2, found
 
 
-def _macs(model: nn.Module, args: Any, kwargs: Any) -> int:
+def _counted(model: nn.Module, args: Any, kwargs: Any) -> Any:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -182,11 +209,12 @@ def _macs(model: nn.Module, args: Any, kwargs: Any) -> int:
         FlopCounterMode(display=False) as counter,
     ):
         model(*args, **kwargs)
-    return counter.get_total_flops() // 2
+    return counter
 
 
 def _size(model: nn.Module, args: Any, kwargs: Any) -> tuple[int, int]:
-    return _macs(model, args, kwargs), sum(p.numel() for p in model.parameters())
+    work = _counted(model, args, kwargs).get_total_flops() // 2
+    return work, sum(p.numel() for p in model.parameters())
 
 
 # -- settings -------------------------------------------------------------------------------------

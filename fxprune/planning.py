@@ -160,6 +160,7 @@ def make_plan(
             chooser.budget = Budget(settings.target, trace, relations, example_input)
         made = chooser.plan()
         made._example = example.as_json(example_input)
+        made._input = example_input
         return made
 
 

@@ -102,6 +102,7 @@ class PruningPlan:
     _budget: Any = field(default=None, repr=False)
     _calibration: str = field(default="", repr=False)  # which tells it from all others
     _example: Any = field(default=None, repr=False)  # input, as text
+    _input: Any = field(default=None, repr=False)  # that it was made on
 
     @property
     def approximate(self) -> list[str]:
@@ -215,6 +216,40 @@ class PruningPlan:
         """
         return penalties.proximal_step(self, model, amount)
 
+    def to_html(self, path: str | os.PathLike[str], *, model: nn.Module | None = None) -> None:
+        """Write the plan as one page of HTML: layers with their widths before and after, what is
+        coupled by which calls, importance, and why what stays has to. It loads nothing.
+
+        Args:
+            path: where to.
+            model: what to count parameters and multiply-accumulates of, before and after; by
+                default the model that the plan was made for.
+
+        Raises:
+            PlanError: the plan does not fit the model: it has been pruned in place since, perhaps.
+        """
+        from . import html
+
+        html.write(self, path, model)
+
+    def draw(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """The dependency graph as a picture: a box a layer, a colour a group, a line where a call
+        couples them; what stays whole is grey.
+
+        Args:
+            path: where to write it, in the format that its suffix names (``.svg``, ``.pdf``,
+                ``.png``); by default nowhere.
+
+        Returns:
+            A :class:`graphviz.Source`, which notebooks show.
+
+        Raises:
+            SettingError: the graphviz package, or its program ``dot``, is not there.
+        """
+        from . import drawing
+
+        return drawing.draw(self, path)
+
     def constants(self, model: nn.Module, walk: type[Constants] | None = None) -> Constants:
         """What ``model``'s removed channels still say: the second walk, run."""
         constants = (walk or self._walk)(
@@ -254,6 +289,11 @@ class PruningPlan:
 
     def __str__(self) -> str:
         return report.table(self)
+
+    def _repr_html_(self) -> str:
+        from .html import table
+
+        return table.plan(self)
 
     def __repr__(self) -> str:
         pruned = sum(len(g.removed) > 0 for g in self.groups)
