@@ -37,14 +37,14 @@ class Restorer(Planner):
         reasons: list[Reason],
     ) -> None:
         super().__init__(*given)
-        self.chosen, self.folding, self.reasons = chosen, folding, reasons
+        self.restored, self.folding, self.reasons = chosen, folding, reasons
         self.constants = Constants if chosen.masked else AsTheyAre
 
     def _divide(self, s: float | None = None) -> None:
         """Nothing is asked of a group."""
 
     def _ask(self) -> None:
-        flags = self.chosen.flags(self.relations)
+        flags = self.restored.flags(self.relations)
         self.removed, self.known = flags["removed"], flags
         self.asked = {}
         for group, (name, frozen, scores) in zip(self.groups, self.reasons, strict=False):
