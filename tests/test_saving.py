@@ -185,6 +185,20 @@ def test_biases_that_are_made_first_and_pruned_later(order, path):
     trip(small, Late, path, x, images(5).float())
 
 
+@pytest.mark.parametrize("build, x", [(Hard, IDS), (ViewLiteral, images(2).float())],
+                         ids=["hard", "code"])  # fmt: skip
+def test_what_was_pruned_while_it_trained(build, x, path):
+    model = fresh(build, 0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    pruner = fxprune.Pruner(model, x, optimizer=optimizer, steps=3, sparsity=0.5)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        pruner.step()
+    trip(model, build, path, x)
+
+
 def test_parts_that_were_pruned_alone(path):
     x = images(2).float()
     model = fresh(Twice, 0).eval()
