@@ -109,20 +109,28 @@ class Expected(Constants):
 
     def meet_constants(self, call, operands, touched, dims, shape, function):
         if function is not None:
-            function = partial(self._each, function, [bool(axes) for axes in touched])
+            free = (
+                [d for d in range(len(shape)) if d not in dims] if function == call.replay else []
+            )
+            function = partial(self._each, function, [bool(axes) for axes in touched], free)
         return super().meet_constants(call, operands, touched, dims, shape, function)
 
-    def _each(self, function: Callable, entries: list[bool], tensors: Sequence[Tensor]) -> Tensor:
-        """A function on every draw of those of its arguments that are entries."""
+    def _each(
+        self, function: Callable, entries: list[bool], free: list[int], tensors: Sequence[Tensor]
+    ) -> Tensor:
+        """A function on every draw of those of its arguments that are entries: at once along one of
+        the ``free`` dimensions, of size 1, where it is elementwise."""
         values = [
             self.values_of(t) if is_entry else t[None]
             for t, is_entry in zip(tensors, entries, strict=True)
         ]
-        found = [
-            function([v[min(i, len(v) - 1)] for v in values]).double()
-            for i in range(max(map(len, values)))
-        ]
-        return self._entries(torch.stack(found))
+        draws = max(map(len, values))
+        if draws > 1 and free:
+            d = free[0]
+            found = function([v.movedim(0, d).squeeze(d + 1) for v in values]).double()
+            return self._entries(found.unsqueeze(d + 1).movedim(d, 0))
+        each = [function([v[min(i, len(v) - 1)] for v in values]).double() for i in range(draws)]
+        return self._entries(torch.stack(each))
 
     # -- where draws come from ------------------------------------------------------------------
 
