@@ -207,11 +207,11 @@ def test_a_pattern_that_is_wrong_fails_the_proof_which_names_it():
 
 
 def test_the_command_line_lists_what_is_known(capsys):
-    with fxprune.patterns(GATED), pytest.raises(SystemExit, match="^0$"):
+    with fxprune.patterns(GATED), pytest.raises(SystemExit, match=r"^0$"):
         main(["patterns"])
     text = capsys.readouterr().out
     assert "Gated" in text and "Conv2d" in text and "x[n in" in text
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["patterns", "embedding"])
     assert "Conv2d" not in capsys.readouterr().out
 
