@@ -154,11 +154,12 @@ def _layers(
         )
         bare = [i for i in axes.get(path, ()) if sources[i].role.startswith("bare")]
         own = makes or acts or bare
+        shrinks = [i for i in own if counts[i][0] != counts[i][1]]
         result.append({
             "path": path, "kind": type(modules.get(path, model)).__name__,
             "runs": path in first,
             "makes": bool(makes),
-            "out": list(counts[own[-1]]) if own else None,
+            "out": list(counts[(shrinks or own)[-1]]) if own else None,
             "in": list(counts[reads[0]]) if reads else None,
             "groups": _unique(g for i in own for g in homes.get(i, ())),
             "reads": _unique(g for i in reads for g in homes.get(i, ())),
