@@ -7,10 +7,12 @@
 
 The first table has a line a model: seconds of one forward pass; of fxprune's trace, plan (with its
 own trace), apply and proof; of the whole, ``fxprune.prune(..., verify=False)``; of the same by each
-peer through its plain interface (``pruners.py``); and how many times longer the peer takes. Medians
-of ``--repeat`` runs, in which the pruners take turns, after one that is not counted; garbage is
-collected before each. The peers prune a copy in place, and making the copy is not timed; fxprune
-makes the pruned model beside the given one, which is.
+peer through its plain interface (``pruners.py``); how many times longer the peer takes (ratio); and
+how many forward passes that is (passes): whoever runs the model once cannot be faster than the peer
+by more. Medians of ``--repeat`` runs, in which the pruners take turns, after one that is not
+counted; garbage is collected before each. The peers prune a copy in place, and making the copy is
+not timed; fxprune makes the pruned model beside the given one, which is. ``profiles.py`` tells
+where the time goes.
 
 MB is the most that the process held during one more run above what it held before: the high-water
 mark of its resident memory, which Linux can reset, so tensors and Python's objects both count.
@@ -99,6 +101,11 @@ class Row:
         """How many times longer the peer takes."""
         ours, theirs = self.pruners["fxprune"].seconds, self.pruners[peer].seconds
         return theirs / ours if ours and theirs else None
+
+    def passes(self, peer: str) -> float | None:
+        """How many forward passes the peer takes."""
+        theirs = self.pruners[peer].seconds
+        return theirs / self.steps["forward"] if theirs and self.steps else None
 
 
 # -- one model ------------------------------------------------------------------------------------
@@ -261,7 +268,7 @@ def megabytes(memory: int | None) -> str:
 
 
 def table(rows: list[Row], peers: list[str]) -> Table:
-    heads = [h for p in peers for h in (p, "kept", "MB", "ratio")]
+    heads = [h for p in peers for h in (p, "kept", "MB", "ratio", "passes")]
     result = grid("model", "kept", *STEPS, "prune", "MB", *heads)
     for row in rows:
         ours = row.pruners["fxprune"]
@@ -270,10 +277,10 @@ def table(rows: list[Row], peers: list[str]) -> Table:
         for peer in peers:
             taken, ratio = row.pruners[peer], row.ratio(peer)
             if taken.failure:
-                cells += [f"[red]{escape(taken.failure)}[/]", "", "", ""]
+                cells += [f"[red]{escape(taken.failure)}[/]", "", "", "", ""]
             else:
                 cells += [show(taken.seconds), show(taken.kept, ".0%"), megabytes(taken.memory),
-                          show(ratio)]  # fmt: skip
+                          show(ratio), show(row.passes(peer))]  # fmt: skip
         result.add_row(row.model, show(ours.kept, ".0%"), *cells)
     return result
 
@@ -311,6 +318,12 @@ def summary(rows: list[Row], peers: list[str]) -> list[str]:
             f"over the {len(ratios)} of {len(rows)} models that it prunes; from {min(ratios):.2f} "
             f"to {max(ratios):.2f}; longer on {sum(r > 1 for r in ratios)})."
         )
+        passes = [r.passes(peer) for r in good if r.steps]
+        if passes:
+            lines.append(
+                f"  It takes {geometric_mean(passes):.2f} forward passes (geometric mean): what "
+                "runs the model once cannot be faster by more than that."
+            )
         memory = [r.pruners[peer].memory / r.pruners["fxprune"].memory for r in good
                   if r.pruners[peer].memory and r.pruners["fxprune"].memory]  # fmt: skip
         if memory:

@@ -47,7 +47,7 @@ class Algebra(Meanings):
     def __init__(self, trace: Trace, *, attention: str = "heads") -> None:
         super().__init__(trace, attention=attention)
         self.values: dict[fx.Node, Any] = {}
-        self.modules = dict(trace.model.named_modules(remove_duplicate=False))
+        self.modules = trace.modules
 
     # -- the walk -----------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class Algebra(Meanings):
         return map_channels(self.apply(call), _without_sources)
 
     def apply(self, call: Call) -> Any:
-        hooked = computed_by_hook(call.module)
+        hooked = self.trace.computed_by_hook(call.path) if call.path else ""
         if hooked:
             return self.unknown(call, f"a hook computes the {hooked} of {call.name}")
         if call.pattern is not None and call.pattern.rule is not None:
@@ -222,12 +222,12 @@ class Algebra(Meanings):
         return Channels(shape, tuple(axes), self._meet_scalar(operands, function))
 
     def _meet_axis(self, call, operands, dims, shape, function):
-        sizes = [shape[d] for d in dims]
+        sizes = tuple([shape[d] for d in dims])
         laid, wide, followers = [], [], []
         touched = [x.touching(dims) for x in operands]
         for axes in touched:
             for axis in axes:
-                if axis.dims == dims and list(axis.units.shape) == sizes:
+                if axis.dims == dims and axis.units.shape == sizes:
                     laid.append(axis)
                 elif axis.blank:
                     followers.append(axis)
@@ -235,7 +235,9 @@ class Algebra(Meanings):
                     self.spread(axis)
                     wide.append(Axis(dims, axis.over(dims).expand(sizes)))
         # A parameter's own axis follows the order of what it meets.
-        laid = sorted(laid, key=lambda axis: (axis.blank, axis.source is not None)) + wide
+        if len(laid) > 1:
+            laid.sort(key=lambda axis: (axis.blank, axis.source is not None))
+        laid += wide
         if not laid:
             laid, followers = [Axis(dims, a.over(dims).expand(sizes)) for a in followers], []
         first = laid[0]
@@ -243,9 +245,9 @@ class Algebra(Meanings):
             self.follow(axis, first, call)
         for other in laid[1:]:
             self.join(first, other, call)
-        long = [d for d in dims if shape[d] > 1]
         for x, axes in zip(operands, touched, strict=True):
             if not axes:
+                long = [d for d in dims if shape[d] > 1]
                 stiff = [d for d in long if x.shape[d] > 1]
                 if long and stiff == long:
                     self.freeze(first, f"it meets a tensor of fixed width in {call.name}", call)
@@ -429,13 +431,8 @@ class Algebra(Meanings):
         ``border`` tells that a constant input does not make a constant output: ``"padding"`` where
         zeros stand around it, ``"pattern"`` where outputs differ by position throughout.
         """
-        sides = []
-        for c, at in ((x, 0), (w, 1)):
-            own = [pair[at] for pair in pairs]
-            read = replace(c, axes=tuple(t for t in c.axes if set(t.dims) <= set(own)))
-            sides.append(place(read, {d: i for i, d in enumerate(own)}, len(pairs))[0])
-        xs, ws = sides
-        xs, ws = (replace(c, shape=c.shape[: len(pairs)]) for c in (xs, ws))
+        xs = remap(x, {d: i for i, (d, _) in enumerate(pairs)}, tuple(x.shape[d] for d, _ in pairs))
+        ws = remap(w, {d: i for i, (_, d) in enumerate(pairs)}, tuple(w.shape[d] for _, d in pairs))
         self.meet(call, [xs, ws], None, xs.shape)
         self.contracted(call, xs, ws, range(len(pairs)), border)
 
@@ -470,6 +467,8 @@ class Algebra(Meanings):
     def freeze_dims(self, x: Channels, dims: Iterable[int], reason: str, call: Call) -> Channels:
         """Nothing along ``dims`` can go, but with a whole slice of the other dimensions."""
         dims = set(dims)
+        if all(dims.isdisjoint(axis.dims) for axis in x.axes):
+            return x
         axes = []
         for axis in x.axes:
             if dims.isdisjoint(axis.dims):
@@ -478,7 +477,7 @@ class Algebra(Meanings):
                 self.freeze(axis, reason, call)
             else:
                 axes.append(self.tie(call, axis, [d for d in axis.dims if d not in dims]))
-        return replace(x, axes=tuple(axes))
+        return x.with_axes(axes)
 
     def tie(self, call: Call, axis: Axis, rest: Sequence[int]) -> Axis:
         """A cut axis as one over ``rest`` alone: slices go whole along the other dimensions."""
@@ -493,12 +492,7 @@ class Algebra(Meanings):
 def _without_sources(x: Channels) -> Channels:
     """A result is no parameter's own axis any more."""
     if any(axis.source is not None for axis in x.axes):
-        return replace(x, axes=tuple(replace(axis, source=None) for axis in x.axes))
+        return x.with_axes(
+            Axis(a.dims, a.units, a.constant, a.border, blank=a.blank) for a in x.axes
+        )
     return x
-
-
-def computed_by_hook(module: Any) -> str:
-    """Name of a tensor that is a plain attribute of a module, such as the weight of
-    ``nn.utils.weight_norm``, or ``""``."""
-    attributes = {} if module is None else vars(module)
-    return next((k for k, v in attributes.items() if isinstance(v, Tensor)), "")

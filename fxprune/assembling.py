@@ -27,7 +27,6 @@ def assemble(planner: Planner, replay: Replay) -> PruningPlan:
         kept=kept.by_dimension(replay, planner.relations),
         fusions=planner.fusions,
         skipped=[],
-        graph=planner.relations.graph,
         settings=planner.settings,
         notes=planner.notes + planner.folds.notes + _probed(planner),
         attributes={

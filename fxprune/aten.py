@@ -76,7 +76,7 @@ class AtenRecorder(TorchDispatchMode):
         if isinstance(value, torch.Tensor):
             if id(value) not in self._nodes:
                 named = self._recorder.named.get(id(value))
-                name = named[0] if named else "constant"
+                name = named or "constant"
                 node = self.graph.create_node("get_attr", name)
                 node.meta["spec"], node.meta["constant"] = spec(value), named is None
                 self._learn(value, node, ())

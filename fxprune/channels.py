@@ -7,6 +7,7 @@ are rigid: nothing along them can be removed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,16 +42,22 @@ class SourceAxis:
 
     @cached_property
     def size(self) -> int:
-        return int(torch.Size(self.shape).numel())
+        return math.prod(self.shape)
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Whether the slices are single elements of the tensor."""
-        return torch.Size(self.view).numel() == self.size
+        return math.prod(self.view) == self.size
+
+    def part(self, by_label: Tensor) -> Tensor:
+        """Of one value a label, those of this axis."""
+        return by_label[self.first : self.first + self.size].reshape(self.shape)
 
     def slices(self, tensor: Tensor) -> Tensor:
         """``tensor`` with the axis's dimensions first, and the others of its view behind them."""
-        return tensor.reshape(self.view).movedim(self.dims, tuple(range(len(self.dims))))
+        front = tuple(range(len(self.dims)))
+        seen = tensor if tensor.shape == self.view else tensor.reshape(self.view)
+        return seen if self.dims == front else seen.movedim(self.dims, front)
 
     def rows(self, tensor: Tensor) -> Tensor:
         """``tensor`` as a matrix with a row a slice."""
@@ -74,10 +81,16 @@ class SourceAxis:
         return back.reshape(self.tensor_shape)
 
     def labels(self) -> Tensor:
+        return self._labels
+
+    @cached_property
+    def _labels(self) -> Tensor:
         return torch.arange(self.first, self.first + self.size).reshape(self.shape)
 
 
-@dataclass(frozen=True)
+# Nothing assigns to the fields of the two below; frozen they would take three times as long to
+# make, which every call does. Two are the same only where they are one: arrays have no one answer.
+@dataclass(slots=True, eq=False)
 class Axis:
     """Channels along ``dims`` of a tensor.
 
@@ -101,11 +114,13 @@ class Axis:
     def over(self, dims: Iterable[int], array: Tensor | None = None) -> Tensor:
         """``units`` (or ``array``) over ``dims``, of size 1 where the axis has no such one."""
         array = self.units if array is None else array
+        if dims == self.dims:
+            return array
         sizes = dict(zip(self.dims, array.shape, strict=True))
         return array.reshape([sizes.get(d, 1) for d in dims])
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Channels:
     """What is known of one tensor: its shape, its axes (no two on one dimension), its one value
     where it is a constant of one element, and the dimension along which it sums to one."""
@@ -123,6 +138,10 @@ class Channels:
     def touching(self, dims: Iterable[int]) -> list[Axis]:
         dims = set(dims)
         return [axis for axis in self.axes if not dims.isdisjoint(axis.dims)]
+
+    def with_axes(self, axes: Iterable[Axis]) -> Channels:
+        """The same tensor with other axes; see :meth:`Axis.on`."""
+        return Channels(self.shape, tuple(axes), self.scalar, self.sums_to_one)
 
 
 def remap(x: Channels, where: dict[int, int], shape: tuple[int, ...]) -> Channels:

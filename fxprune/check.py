@@ -9,7 +9,7 @@ from torch import nn
 
 from . import tree
 from .errors import InputError, ModelError
-from .running import bind_inputs
+from .running import bind_inputs, modules_of, named_tensors
 
 
 def check_bare(model: nn.Module) -> None:
@@ -29,7 +29,8 @@ def check_model(model: Any, example_input: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     check_bare(model)
-    for path, module in model.named_modules():
+    modules = modules_of(model)
+    for path, module in modules.items():
         where = f"{path!r}" if path else "the model"
         if isinstance(module, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
             raise ModelError(f"{where} is scripted; prune the module it was scripted from")
@@ -39,7 +40,7 @@ def check_model(model: Any, example_input: Any) -> None:
             )
         if isinstance(module, torch._dynamo.OptimizedModule):
             raise ModelError(f"{where} is compiled; prune model._orig_mod, then compile the result")
-    tensors = [*model.named_parameters(), *model.named_buffers()]
+    tensors = list(named_tensors(modules))
     for name, tensor in tensors:
         if nn.parameter.is_lazy(tensor):
             raise ModelError(f"{name} is lazy and has no shape yet; run the model once first")

@@ -20,7 +20,6 @@ from .call import Call, Named, Roles
 from .channels import Axis, Channels, SourceAxis
 from .discover import Relations
 from .recording import Trace
-from .running import read_attribute
 
 
 @dataclass
@@ -74,7 +73,8 @@ class Constants(Algebra):
         self._classes = torch.from_numpy(relations.classes)
         self._removed = torch.from_numpy(removed[relations.classes])  # by label
         self._silent = torch.from_numpy(silent[relations.classes])
-        self._model = model
+        self._zeroed = torch.where(self._removed, 0.0, torch.nan).double()
+        self._tensors = trace.on(model)
         self.reads: list[Read] = []
         self.lost: list[tuple[np.ndarray, str]] = []  # units whose constant no layer can take
         # Of each norm that makes slices alike in mean and spread, the tensor it knows theirs by.
@@ -90,13 +90,11 @@ class Constants(Algebra):
 
     def is_removed(self, axis: SourceAxis) -> Tensor:
         """For each slice of a parameter axis, whether the mask switches it off."""
-        return self._removed[axis.labels()]
+        return axis.part(self._removed)
 
     def read(self, name: str) -> Tensor:
         """A tensor of the model by name."""
-        if name in self.trace.constants:
-            return self.trace.constants[name]
-        return read_attribute(self._model, name).detach()
+        return self._tensors.tensor(name).detach()
 
     # -- values ---------------------------------------------------------------------------------
 
@@ -129,12 +127,12 @@ class Constants(Algebra):
         if axis.role == "in":
             return torch.full(units.shape, torch.nan, dtype=torch.float64)
         if axis.role == "out" or not axis.is_whole:
-            return torch.where(self._removed[units], 0.0, torch.nan).double()
-        values = axis.rows(self.read(axis.name).double().cpu()).reshape(units.shape)
+            return axis.part(self._zeroed)
+        values = axis.slices(self.read(axis.name)).double().cpu().reshape(axis.shape)
         if axis.role == "stat":
             return values
         masked = self._removed if axis.role == "scale" else self._silent
-        return torch.where(masked[units], 0.0, values)
+        return torch.where(axis.part(masked), 0.0, values)
 
     # -- meanings -------------------------------------------------------------------------------
 
@@ -142,45 +140,30 @@ class Constants(Algebra):
         return
 
     def meet_constants(self, call, operands, touched, dims, shape, function):
-        if function is None:
+        product = call.pattern is not None and call.pattern.product
+        if function is None or not (product or all(map(_may_be_known, operands, touched))):
             return None, False
-        known = torch.ones([shape[d] for d in dims], dtype=torch.bool)
-        tensors, at_border = [], []
-        border = False
-        for x, axes in zip(operands, touched, strict=True):
-            if not axes:
-                if x.scalar is None:
-                    known = known & False
-                value = torch.full((1,) * len(shape), x.scalar or 0.0, dtype=torch.float64)
-                tensors.append(value)
-                at_border.append(value)
-                continue
-            value = torch.zeros((), dtype=torch.float64)
-            for axis in axes:  # several only where another operand joins them
-                array = axis.over(range(len(shape)), or_nan(axis))
-                value = value + array if len(axes) == 1 else array * torch.nan
-                border = border or axis.border
-                known = known & ~axis.over(dims, torch.isnan(or_nan(axis)))
-            tensors.append(torch.nan_to_num(value))
-            at_border.append(torch.zeros_like(value) if axes[0].border else tensors[-1])
-        zero = self._zero_products(call, operands, touched, dims, known.shape)
-        if not known.any() and not zero.any():
+        sizes = [shape[d] for d in dims]
+        operands = zip(operands, touched, strict=True)
+        arrays = torch.stack([_laid(x, axes, dims, sizes) for x, axes in operands])
+        unknown = arrays.isnan()
+        known = ~unknown.any(0)
+        # Where a factor is zero the product is, whatever the other factor is.
+        factors = [i for i, axes in enumerate(touched) if product and len(axes) == 1]
+        zero = (arrays[factors] == 0).any(0) if factors else None
+        if not known.any() and (zero is None or not zero.any()):
             return None, False
+        laid = [n if d in dims else 1 for d, n in enumerate(shape)]
+        tensors = list(torch.where(unknown, 0.0, arrays).reshape(-1, *laid).unbind())
         result = _over(function(tensors).double(), dims, known.shape)
+        border = any(axis.border for axes in touched for axis in axes)
         if border:  # zeros around the constant stay zeros, or the slice is not one number
-            around = _over(function(at_border).double(), dims, known.shape)
+            edge = [axes[0].border if axes else False for axes in touched]
+            tensors = [torch.zeros_like(t) if e else t for t, e in zip(tensors, edge, strict=True)]
+            around = _over(function(tensors).double(), dims, known.shape)
             known = known & ((around == 0) | (around == result))
         result = torch.where(known, result, torch.nan)
-        return torch.where(zero, 0.0, result), border
-
-    def _zero_products(self, call, operands, touched, dims, shape) -> Tensor:
-        """Where a factor is zero the product is, whatever the other factor is."""
-        zero = torch.zeros(shape, dtype=torch.bool)
-        if call.pattern is not None and call.pattern.product:
-            for axes in touched:
-                if len(axes) == 1:
-                    zero = zero | (axes[0].over(dims, or_nan(axes[0])) == 0)
-        return zero
+        return result if zero is None else torch.where(zero, 0.0, result), border
 
     def _meet_scalar(self, operands, function):
         if function is None or any(x.scalar is None for x in operands):
@@ -339,6 +322,20 @@ def _along(said: Tensor, dims: Sequence[int], axis: Axis) -> Tensor:
             same = (said == first.unsqueeze(i)).all(i)
             said = torch.where(same, first, torch.nan)
     return said.reshape(axis.units.shape)
+
+
+def _may_be_known(x: Channels, axes: Sequence[Axis]) -> bool:
+    return all(a.constant is not None for a in axes) if axes else x.scalar is not None
+
+
+def _laid(x: Channels, axes: Sequence[Axis], dims: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """What is known of an operand along ``dims``."""
+    if not axes:
+        value = torch.nan if x.scalar is None else x.scalar
+        return torch.full(sizes, value, dtype=torch.float64)
+    values = [axis.over(dims, or_nan(axis)).expand(sizes) for axis in axes]
+    # Of several axes, which only another operand joins: no number but, where all are known, 0.
+    return values[0] if len(values) == 1 else 0.0 * sum(values[1:], values[0])
 
 
 def or_nan(axis: Axis) -> Tensor:

@@ -7,12 +7,10 @@ joins are kept as arrays and solved at once (connected components), so no loop r
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
-import networkx as nx
 import numpy as np
 import torch
 from torch import fx, nn
@@ -68,15 +66,20 @@ class Relations:
 
     sources: list[SourceAxis]
     classes: np.ndarray  # label -> class; class 0 stays
-    component: np.ndarray  # class -> group
+    component: np.ndarray  # class -> group, -1 for those that stay
+    owners: np.ndarray  # label -> index of the parameter axis, -1 for those of no parameter
+    group_of: np.ndarray  # label -> group, of those that stay too
+    members: np.ndarray  # rows (group, index of a parameter axis that has slices of it)
     bins: list[Bin]
     frozen: list[Note]
     approximate: list[Note]
-    graph: nx.Graph
     parts: list[torch.Tensor]  # slices that something is done to and not to others
     # Labels that met at each call, pair by pair.
     meetings: dict[fx.Node, list[tuple[np.ndarray, np.ndarray]]]
     arrivals: dict[int, torch.Tensor]  # first label of an axis -> labels of what it met first
+    # Calls that leave channels in their places: what is left of them stands as it stood, if it did
+    # in what goes in and in these parameter axes (first labels).
+    plain: dict[fx.Node, set[int]]
     values: dict = field(repr=False, default_factory=dict)
     decisions: Decisions = field(repr=False, default_factory=dict)
     products: dict[fx.Node, list[Product]] = field(repr=False, default_factory=dict)
@@ -112,11 +115,11 @@ class Discover(Algebra):
         self.sources: list[SourceAxis] = []
         self._by_key: dict[tuple, SourceAxis] = {}
         self._by_name: dict[str, list[int]] = {}  # of a tensor, its axes among the sources
+        self._used_bare: dict[int, int] = {}  # those that are used bare, by first label
         # Why a computed tensor cannot be set, "" where it can or is a tensor of the model itself.
         self._computed: dict[str, str] = dict.fromkeys(trace.names.values(), "")
         self._next = FROZEN + 1
         self._joins: list[tuple[np.ndarray, np.ndarray]] = []
-        self._couplings: list[tuple[np.ndarray, np.ndarray, str]] = []
         self._rectangles: dict[int, Rectangle] = {}
         self._alive: list[torch.Tensor] = []
         self._spread: list[np.ndarray] = []
@@ -126,6 +129,9 @@ class Discover(Algebra):
         self.parts: list[torch.Tensor] = []
         self.meetings: dict[fx.Node, list[tuple[np.ndarray, np.ndarray]]] = {}
         self.products: dict[fx.Node, list[Product]] = {}
+        self.plain: dict[fx.Node, set[int]] = {}
+        # First labels of the axes that the call at hand has spoken of; None once it is not plain.
+        self._spoken: set[int] | None = None
 
     def run(self) -> None:
         super().run()
@@ -134,6 +140,22 @@ class Discover(Algebra):
             for item in leaves(self.values[node]):
                 for axis in self.channels(item).axes:
                     self.freeze(axis, reason, None, line)
+
+    def _visit(self, node: fx.Node) -> Any:
+        self._spoken = set()
+        value = super()._visit(node)
+        if self._spoken is not None and node.graph is self.trace.graph:
+            pattern = self.trace.pattern(node)
+            known = pattern is None or (pattern.is_builtin and pattern.resize is None)
+            inputs = [self.values[source] for source in node.all_input_nodes]
+            if known and _is_plain(value) and all(map(_is_plain, inputs)):
+                self.plain[node] = self._spoken
+        return value
+
+    def _walk(self, graph: fx.Graph) -> Any:
+        result = super()._walk(graph)
+        self._spoken = None  # of the call that the graph lies beneath
+        return result
 
     # -- words ----------------------------------------------------------------------------------
 
@@ -152,10 +174,14 @@ class Discover(Algebra):
                 self._next += axis.size
                 self._by_key[key] = axis
                 self._by_name.setdefault(axis.name, []).append(len(self.sources))
+                if role.startswith("bare"):
+                    self._used_bare[axis.first] = len(self.sources)
                 self.sources.append(axis)
                 self._check_view(axis)
                 self._check_computed(axis)
             source = self._by_key[key]
+            if self._spoken is not None:
+                self._spoken.add(source.first)
             if source.role.startswith("bare") and not role.startswith("bare"):
                 self._set_role(self.sources.index(source), role)
                 source = self._by_key[key]
@@ -166,10 +192,12 @@ class Discover(Algebra):
         return Channels(view, tuple(axes))
 
     def decide(self, call: Call, answer: Callable[[], Any]) -> Any:
+        self._spoken = None
         self.decisions.setdefault(call.node, []).append(answer())
         return self.decisions[call.node][-1]
 
     def blank(self, call: Call, value: float | None) -> Channels:
+        self._spoken = None
         axes = []
         for d, n in enumerate(call.shape):
             if n > 1 and call.spec.dtype.is_floating_point:
@@ -181,23 +209,21 @@ class Discover(Algebra):
         self.parts += [axis.units for axis in x.axes]
 
     def makes(self, axis: Axis) -> None:
-        if not any(source.role.startswith("bare") for source in self.sources):
+        if not self._used_bare:
             return
-        for i in distinct(self._owners(axis.units.reshape(-1).numpy())):
-            if i >= 0 and self.sources[i].role.startswith("bare"):
-                self._set_role(int(i), "out")
-
-    def _owners(self, labels: np.ndarray) -> np.ndarray:
-        """Index of the parameter axis that each label belongs to, -1 for those of no parameter."""
-        starts = np.array([s.first for s in self.sources], dtype=np.int64)
-        ends = starts + np.array([s.size for s in self.sources], dtype=np.int64)
-        index = np.searchsorted(starts, labels, side="right") - 1
-        return np.where((index >= 0) & (labels < np.append(ends, 0)[index]), index, -1)
+        starts = np.array(list(self._used_bare))
+        labels = axis.units.reshape(-1).numpy()
+        at = np.searchsorted(starts, labels, side="right") - 1
+        for i in distinct(at[at >= 0]):
+            index = self._used_bare[int(starts[i])]
+            if (labels[at == i] < starts[i] + self.sources[index].size).any():
+                self._set_role(index, "out")
 
     def _set_role(self, index: int, role: str) -> None:
         old = self.sources[index]
         self.sources[index] = replace(old, role=role)
         self._by_key[old.name, old.view, old.dims] = self.sources[index]
+        self._used_bare.pop(old.first, None)
 
     def _check_computed(self, axis: SourceAxis) -> None:
         """A tensor that a parametrization computes has to take smaller values back."""
@@ -234,13 +260,13 @@ class Discover(Algebra):
         self._couple(a.units, b.units, call)
 
     def join_whole(self, axis: Axis, head: torch.Tensor, call: Call) -> None:
+        self._spoken = None
         self._couple(axis.units, head, call)
 
     def _couple(self, a: torch.Tensor, b: torch.Tensor, call: Call) -> None:
         left, right = a.reshape(-1).numpy(), b.reshape(-1).numpy()
         self._joins.append((left, right))
         self.meetings.setdefault(call.node, []).append((left, right))
-        self._couplings.append((left, right, call.name))
 
     def freeze(self, axis: Axis, reason: str, call: Call | None, line: str = "") -> None:
         units = axis.units.reshape(-1)
@@ -250,6 +276,7 @@ class Discover(Algebra):
         self.frozen.append(Note(units, reason, name, line))
 
     def approximate(self, axis: Axis, call: Call) -> None:
+        self._spoken = None
         # Beneath a call, or cut over several dimensions: out of the reference's reach.
         if call.node.graph is not self.trace.graph or len(axis.dims) > 1:
             self.freeze(axis, f"{call.name} counts them", call)
@@ -257,12 +284,15 @@ class Discover(Algebra):
             self.counted.append(Note(axis.units.reshape(-1), "", call.name, node=call.node))
 
     def rectangle(self, axis: Axis, call: Call | None) -> None:
+        if len(axis.dims) > 1:
+            self._spoken = None
         if len(axis.dims) > 1 and id(axis.units) not in self._rectangles:
             self._alive.append(axis.units)
             where = call.name if call else (axis.source.name if axis.source else "")
             self._rectangles[id(axis.units)] = Rectangle(axis.units, set(), where)
 
     def follow(self, blank: Axis, axis: Axis, call: Call) -> None:
+        self._spoken = None
         at = [axis.dims.index(d) for d in blank.dims]
         rectangle = self._rectangles.get(id(axis.units))
         if rectangle is None or not set(at) <= rectangle.held:  # what is held does not shrink
@@ -273,6 +303,7 @@ class Discover(Algebra):
         self._spread.append(axis.units.reshape(-1).numpy())
 
     def hold(self, axis: Axis, dims: Iterable[int], *, rather: bool = False) -> None:
+        self._spoken = None
         held = {i for i, d in enumerate(axis.dims) if d in set(dims)}
         if id(axis.units) not in self._rectangles:
             self._alive.append(axis.units)
@@ -304,19 +335,23 @@ class Discover(Algebra):
             bin_ for rectangle in self._rectangles.values()
             if (bin_ := self._cut_rectangle(rectangle, classes)) is not None
         ]  # fmt: skip
-        components = self._components(natural, classes, bins)
-        graph = self._dependency_graph(natural, components, bins)
+        owners = self._owners()
+        components = self._components(natural, owners, bins).astype(np.int64)
+        group_of = components[natural]
         return Relations(
             self.sources,
             classes,
             np.concatenate([[-1], components]),
+            owners,
+            group_of,
+            _members(owners, group_of, len(self.sources)),
             bins,
             self.frozen,
             self.counted,
-            graph,
             self.parts,
             self.meetings,
             self.arrivals,
+            self.plain,
             self.values,
             self.decisions,
             self.products,
@@ -333,27 +368,28 @@ class Discover(Algebra):
         frozen[classes[np.maximum(left[~real], right[~real])]] = True
         frozen[classes[FROZEN]] = True
         owned = np.zeros(len(frozen), dtype=bool)  # what no parameter has a part in stays
-        for s in self.sources:
-            owned[classes[s.first : s.first + s.size]] = True
+        owned[classes[self._owners() >= 0]] = True
         return classes, frozen | ~owned
 
-    def _components(self, natural: np.ndarray, classes: np.ndarray, bins: list[Bin]) -> np.ndarray:
+    def _owners(self) -> np.ndarray:
+        owners = np.full(self._next, -1)
+        for i, source in enumerate(self.sources):
+            owners[source.first : source.first + source.size] = i
+        return owners
+
+    def _components(self, natural: np.ndarray, owners: np.ndarray, bins: list[Bin]) -> np.ndarray:
         """Group of each natural class: classes made by one producer, or balanced with each other.
 
         A layer that reads (or normalises) the channels of several producers does not couple them.
         """
-        links: list[np.ndarray] = [
-            distinct(natural[s.first : s.first + s.size]) for s in self.sources if s.role == "out"
-        ]
         made = np.zeros(int(natural.max()) + 1, dtype=bool)
-        for link in links:
-            made[link] = True
-        for source in self.sources:
-            rest = distinct(natural[source.first : source.first + source.size])
-            links.append(rest[~made[rest]])
-        links += [distinct(bin_.rows[bin_.rows > 0]) - 1 for bin_ in bins]
-        left = np.concatenate([link[:-1] for link in links] or [np.zeros(0, dtype=np.int64)])
-        right = np.concatenate([link[1:] for link in links] or [np.zeros(0, dtype=np.int64)])
+        out = np.array([*(s.role == "out" for s in self.sources), False])[owners]
+        made[natural[out]] = True
+        links = [_chained(owners, natural, out)]
+        links.append(_chained(owners, natural, (owners >= 0) & ~made[natural]))
+        rows = [distinct(bin_.rows[bin_.rows > 0]) - 1 for bin_ in bins]
+        links += [(row[:-1], row[1:]) for row in rows]
+        left, right = (np.concatenate(sides) for sides in zip(*links, strict=True))
         return components_of(left, right, len(made))
 
     def shared_in_vain(self, relations: Relations) -> set[str]:
@@ -367,7 +403,7 @@ class Discover(Algebra):
                 continue
             for labels in self._spread:
                 if (relations.classes[labels] == classes[0]).any():
-                    owners = distinct(self._owners(labels))
+                    owners = distinct(relations.owners[labels])
                     found |= {self.sources[i].name for i in owners if i >= 0}
         return found - made
 
@@ -392,57 +428,30 @@ class Discover(Algebra):
         rows = np.unique(rows, axis=0)
         return Bin(rows, rectangle.where) if len(rows) > 1 else None
 
-    def _dependency_graph(
-        self, natural: np.ndarray, components: np.ndarray, bins: list[Bin]
-    ) -> nx.Graph:
-        """Nodes are parameter axes, one for each group that has slices in the axis; an edge is a
-        call that couples slices of two of them. Its connected components are the groups."""
-        graph: nx.Graph = nx.Graph()
-        group_of = components[natural]  # by label
-        home = np.zeros(len(components), dtype=np.int64)  # an axis for each class: its first
-        for i, source in reversed(list(enumerate(self.sources))):
-            labels = slice(source.first, source.first + source.size)
-            home[natural[labels]] = i
-            for group in distinct(group_of[labels]):
-                node = (i, int(group))
-                graph.add_node(node, name=source.name, dims=source.dims, role=source.role)
-        for a, b, group, call in self._coupled_axes(group_of):
-            graph.add_edge((a, group), (b, group), via=call)
-        for bin_ in bins:
-            units = distinct(bin_.rows[bin_.rows > 0]) - 1
-            # Units in a row of the same axis and group are one node.
-            nodes = np.unique(np.stack([home[units], components[units]]), axis=1).T.tolist()
-            for one, other in pairwise(map(tuple, nodes)):
-                if not graph.has_edge(one, other):
-                    graph.add_edge(one, other, via=f"equal numbers: {bin_.where}")
-        # A component is a group even where its axes meet nowhere but in one producer.
-        whole: dict[int, list[tuple[int, int]]] = {}
-        for node in graph.nodes:
-            whole.setdefault(node[1], []).append(node)
-        for nodes in whole.values():
-            parts = [min(part) for part in nx.connected_components(graph.subgraph(nodes))]
-            for a, b in pairwise(parts):
-                graph.add_edge(a, b, via="one producer")
-        return graph
 
-    def _coupled_axes(self, group_of: np.ndarray) -> Iterator[tuple[int, int, int, str]]:
-        """(parameter axis, another that a call couples with it, group, the call), once each."""
-        if not self._couplings:
-            return
-        left = np.concatenate([a for a, _, _ in self._couplings])
-        right = np.concatenate([b for _, b, _ in self._couplings])
-        call = np.repeat(np.arange(len(self._couplings)), [len(a) for a, _, _ in self._couplings])
-        owners = self._owners(np.arange(self._next))
-        here, there = owners[left], owners[right]
-        real = (here >= 0) & (there >= 0) & (here != there)
-        here, there, call = here[real], there[real], call[real]
-        # One number for (group, axis, axis): sorting numbers is much faster than rows.
-        count = len(self.sources)
-        keys = (group_of[left[real]].astype(np.int64) * count + here) * count + there
-        pairs, first = np.unique(keys, return_index=True)
-        found = (pairs // count % count, pairs % count, pairs // count**2, call[first])
-        for a, b, group, at in zip(*(array.tolist() for array in found), strict=True):
-            yield a, b, group, self._couplings[at][2]
+def _chained(
+    owners: np.ndarray, natural: np.ndarray, chosen: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The classes of each axis' chosen labels, one after the other, in pairs."""
+    labels = np.flatnonzero(chosen)
+    left, right = labels[:-1], labels[1:]
+    same = owners[left] == owners[right]
+    return natural[left[same]], natural[right[same]]
+
+
+def _members(owners: np.ndarray, group_of: np.ndarray, count: int) -> np.ndarray:
+    """Which groups have slices in which axes, the last axis first."""
+    owned = owners >= 0
+    size = int(group_of.max()) + 1
+    keys = np.unique((count - 1 - owners[owned]) * size + group_of[owned])
+    return np.stack([keys % size, count - 1 - keys // size], 1)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor no dimension of which was cut in parts."""
+    if isinstance(value, Channels):
+        return all(len(axis.dims) == 1 for axis in value.axes)
+    return isinstance(value, Named)
 
 
 def components_of(left: np.ndarray, right: np.ndarray, size: int) -> np.ndarray:

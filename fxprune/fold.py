@@ -14,7 +14,6 @@ from .channels import SourceAxis
 from .constants import Constants, Read
 from .expected import expect
 from .layout import view_dims
-from .running import tensor_names
 
 _ROUNDING = 1e-12
 
@@ -289,7 +288,7 @@ def sink_of(constants: Constants, read: Read, model: nn.Module):
             return path, attribute, str(argument.target), 1.0
         return None if argument is not None else _absorbing_norm(constants, call)
     weight = next(
-        key for key in tensor_names(call.module)
+        key for key in constants.trace.tensor_names(call.path)
         if (m := constants.member(call, key)) is not None and m.name == read.axis.name
     )  # fmt: skip
     name = weight.replace("weight", "bias")

@@ -52,7 +52,7 @@ class _Match:
 
 def find(trace: Trace) -> list[Fusion]:
     """Every run of the trace; gives the nodes that runs have a meaning for that meaning."""
-    modules = dict(trace.model.named_modules(remove_duplicate=False))
+    modules = trace.modules
     matches = list(_matches(trace, modules))
     winners: dict[fx.Node, _Match] = {}
     for match in sorted(matches, key=lambda m: -len(m.nodes)):  # stable: else by their start

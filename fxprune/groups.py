@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import networkx as nx
 import numpy as np
 
 from .channels import SourceAxis, distinct
@@ -41,13 +40,12 @@ def groups(relations: Relations) -> list[Group]:
     result = []
     home: dict[int, Group] = {}  # by component
     classes = _by_component(relations)
-    for component in nx.connected_components(relations.graph):
-        axes = [relations.sources[i] for i in sorted({i for i, _ in component})]
-        here = sorted({g for _, g in component})
-        units = np.concatenate([classes.get(number, classes[-1]) for number in here])
-        group = Group(axes, np.sort(units), [], [])
-        home |= dict.fromkeys(here, group)
-        result.append(group)
+    members: dict[int, list[SourceAxis]] = {}
+    for number, i in relations.members.tolist():
+        members.setdefault(number, []).append(relations.sources[i])
+    for number, axes in members.items():
+        home[number] = Group(axes[::-1], np.sort(classes.get(number, classes[-1])), [], [])
+        result.append(home[number])
     _add_bins(relations, home)
     _add_covers(relations, home)
     counted = [

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from .algebra import computed_by_hook
 from .channels import Channels
 from .counting import Count, Lengths, product_of, tensor_lengths
 from .discover import Relations
@@ -26,7 +25,7 @@ from .layout import view_dims
 from .progress import tracking
 from .recording import Trace
 from .rewrite import memory_format
-from .running import bind_inputs, copy_model, evaluating, tensors_of
+from .running import bind_inputs, computed_by_hook, copy_model, evaluating, tensors_of
 from .spec import Spec
 from .timing import LatencyTable
 from .widths import NewSizes

@@ -24,17 +24,19 @@ def shift(x: Channels, rank: int) -> Channels:
 
 def clusters(operands: Sequence[Channels]) -> list[tuple[int, ...]]:
     """The sets of dimensions that the operands' axes connect."""
+    every = {axis.dims for x in operands for axis in x.axes}
+    if all(len(dims) == 1 for dims in every):
+        return sorted(every)
     clusters: list[set[int]] = []
-    for x in operands:
-        for axis in x.axes:
-            joined = set(axis.dims)
-            apart = []
-            for cluster in clusters:
-                if cluster & joined:
-                    joined |= cluster
-                else:
-                    apart.append(cluster)
-            clusters = [*apart, joined]
+    for dims in every:
+        joined = set(dims)
+        apart = []
+        for cluster in clusters:
+            if cluster & joined:
+                joined |= cluster
+            else:
+                apart.append(cluster)
+        clusters = [*apart, joined]
     return sorted(tuple(sorted(c)) for c in clusters)
 
 

@@ -136,11 +136,12 @@ def check_fits(plan: Any, model: nn.Module) -> None:
         raise PlanError(f"{model!r} is not a torch.nn.Module")
     if any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
         raise PlanError("the model is on the meta device and has no values; load weights first")
+    on_model = plan._trace.on(model)
     for axis in plan._relations.sources:
         if axis.name in plan._trace.constants:
             continue
         try:
-            tensor = read_attribute(model, axis.name)
+            tensor = on_model.tensor(axis.name)
         except AttributeError:
             tensor = None
         if not isinstance(tensor, Tensor):

@@ -73,11 +73,15 @@ class Orders(Algebra):
         self.faults: list[Fault] = []
         self._kept = torch.from_numpy(kept[relations.classes])  # by label
         self._pinned: set[int] = set()  # parameters whose order is settled, by first label
+        self._moved = set(self._orders)  # those whose slices do not stand as they stood
+        self._disturbed: set[fx.Node] = set()  # calls after which channels do not
+        self._remaining: dict[int, tuple[Tensor, Tensor]] = {}
         self.order: dict[int, Tensor] = {}  # label of an axis -> kept positions in it, in order
+        stays = np.flatnonzero(kept[relations.classes])
         for s in relations.sources:
             if len(s.dims) == 1:
-                stays = self._kept[s.first : s.first + s.size]
-                self.order[s.first] = torch.nonzero(stays).reshape(-1)
+                low, high = np.searchsorted(stays, (s.first, s.first + s.size))
+                self.order[s.first] = torch.from_numpy(stays[low:high] - s.first)
             else:
                 every = torch.arange(s.size).reshape(s.shape)
                 self.order[s.first] = self._compress(every, s.labels())
@@ -85,6 +89,13 @@ class Orders(Algebra):
 
     def kept(self, units: Tensor) -> Tensor:
         return self._kept[units]
+
+    def _left(self, units: Tensor) -> Tensor:
+        """What is left of units, in their order: once for all axes that share the array."""
+        key = id(units)
+        if key not in self._remaining:
+            self._remaining[key] = units, self._compress(units, units)
+        return self._remaining[key][1]
 
     def _compress(self, array: Tensor, units: Tensor) -> Tensor:
         """The kept entries of an array over units, which have to form a rectangle."""
@@ -141,7 +152,7 @@ class Orders(Algebra):
         elif isinstance(before, Channels) and isinstance(after, Channels):
             for axis in before.axes:
                 now = after.axis(axis.dims[0])
-                wanted = self._compress(axis.units, axis.units)
+                wanted = self._left(axis.units)
                 if now is not None and now.dims == axis.dims and not torch.equal(now.units, wanted):
                     yield axis, now.units, wanted
 
@@ -232,6 +243,7 @@ class Orders(Algebra):
         if len(source.dims) > 1 and bool((row != before[..., :1]).any()):
             return False  # a group would read a channel of another
         self.order[source.first] = order
+        self._moved.add(source.first)
         self._pinned.add(source.first)
         return True
 

@@ -61,7 +61,7 @@ class Planner:
         self.trace = trace
         self.relations = relations
         self.settings = settings
-        self.modules = dict(trace.model.named_modules(remove_duplicate=False))
+        self.modules = trace.modules
         self.groups = groups.groups(relations)
         self._names = self._unique_names()
         self.scores: dict[int, np.ndarray] = {}

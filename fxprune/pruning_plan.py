@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import networkx as nx
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from .budgets import Reached
 from .channels import SourceAxis
 from .code import Borrowed, Code
 from .constants import Constants
+from .dependency import dependency_graph
 from .discover import Relations
 from .fold import Folds, Mix, folds
 from .fusions import Fusion
@@ -73,7 +76,6 @@ class PruningPlan:
             grouped convolution, whose groups may keep different ones, the tensor has a row a group.
         fusions: runs of nodes (``conv-act-conv``) by name.
         skipped: ``(what, reason)`` of each layer that stays whole.
-        graph: the dependency graph, a :class:`networkx.Graph` over parameter axes.
         attributes: attributes of the model's own modules that will be set.
         code: modules whose forward is written anew, with its source, because it holds sizes.
         target: what was asked for and got, where a target was given.
@@ -83,7 +85,6 @@ class PruningPlan:
     kept: dict[str, dict[int, Tensor]]
     fusions: list[Fusion]
     skipped: list[tuple[str, str]]
-    graph: Any
     settings: Settings
     notes: list[tuple[str, str]]
     attributes: dict[str, Any]
@@ -103,6 +104,11 @@ class PruningPlan:
     _calibration: str = field(default="", repr=False)  # which tells it from all others
     _example: Any = field(default=None, repr=False)  # input, as text
     _input: Any = field(default=None, repr=False)  # that it was made on
+
+    @cached_property
+    def graph(self) -> nx.Graph:
+        """The dependency graph: nodes are parameter axes, edges the calls that couple them."""
+        return dependency_graph(self._relations)
 
     @property
     def approximate(self) -> list[str]:

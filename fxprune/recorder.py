@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx, nn, overrides
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
@@ -33,7 +33,16 @@ from .pattern_types import Pattern
 from .probe import probe
 from .recording import ModuleCall, Trace, after_write, set_item
 from .registry import for_function, for_module, python_functions
-from .running import bind_inputs, describe, evaluating, read_attribute, uncollected, wanted
+from .running import (
+    bind_inputs,
+    describe,
+    evaluating,
+    modules_of,
+    named_tensors,
+    read_attribute,
+    uncollected,
+    wanted,
+)
 from .spec import BASIC, spec
 from .told import module_calls, told
 
@@ -117,7 +126,7 @@ def record(
         recorder.calls,
         recorder.constants,
         recorder.called,
-        {key: name for key, (name, _) in recorder.named.items()},
+        recorder.named,
         recorder.escapes,
     )
 
@@ -130,9 +139,10 @@ class _Recorder(TorchFunctionMode):
         self.calls: list[ModuleCall] = []
         self.constants: dict[str, Any] = {}
         self.called: set[str] = set()
-        self.named = dict(_named_tensors(model))
+        modules = modules_of(model)
+        self.named = {id(t): name for name, t in named_tensors(modules)}
         self.paths: dict[int, str] = {}
-        for path, m in model.named_modules(remove_duplicate=False):
+        for path, m in modules.items():
             self.paths.setdefault(id(m), path)
         self._leaf: dict[int, bool] = {}
         self._stack: list[int] = []
@@ -265,7 +275,7 @@ class _Recorder(TorchFunctionMode):
                 f"torch.func), which cannot be recorded: {_where()}. Write it as ordinary calls"
             )
         if id(value) in self.named:
-            name, _ = self.named[id(value)]
+            name = self.named[id(value)]
             if ("get_attr", name) not in self._memo:
                 self._memo["get_attr", name] = self._add(self._get_attr(name), value)
             return self._memo["get_attr", name]
@@ -356,10 +366,13 @@ class _Recorder(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        """Torch calls inside are not the model's, or are covered by a leaf's node."""
+        """Torch calls inside are not the model's, or are covered by a leaf's node: they need not
+        come by here, unless the model has a mode of its own on top of this one."""
+        own = overrides._get_current_function_mode() is self
         self._suspended = True
         try:
-            yield
+            with overrides._pop_mode_temporarily() if own else contextlib.nullcontext():
+                yield
         finally:
             self._suspended = False
 
@@ -480,12 +493,15 @@ class _Recorder(TorchFunctionMode):
     def _changed_in_place(self, changed: torch.Tensor, node: fx.Node, result: Any) -> None:
         """Other live tensors on the memory that ``node`` wrote to are new values from here on."""
         storage = changed.untyped_storage()._cdata
-        for reference, before, path in list(self._known.values()):
+        for key, (reference, before, path) in list(self._known.items()):
             other = reference()
-            if other is None or other is result or other.untyped_storage()._cdata != storage:
+            if other is None:
+                del self._known[key]  # or the deeper the model, the longer this takes
                 continue
-            for i, key in enumerate(path):
-                before = self._item(before, path[: i + 1], key)
+            if other is result or other.untyped_storage()._cdata != storage:
+                continue
+            for i, item in enumerate(path):
+                before = self._item(before, path[: i + 1], item)
             after = self._add(self.graph.call_function(after_write, (before, node)), other)
             self._learn(other, after, ())
 
@@ -495,16 +511,6 @@ _OPERATORS = {
     function: name for name, function in vars(torch.Tensor).items()
     if name.startswith("__") and name != "__len__" and inspect.isfunction(function)
 }  # fmt: skip
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[int, tuple[str, torch.Tensor]]]:
-    """Parameters and buffers by identity; a tied tensor goes by the first of its names."""
-    seen: set[int] = set()
-    for named in (model.named_parameters, model.named_buffers):
-        for name, t in named():
-            if id(t) not in seen:
-                seen.add(id(t))
-                yield id(t), (name, t)
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import fx, nn
 
 from . import registry, sizes
 from .pattern_types import Pattern
-from .running import read_attribute, tensors_of
+from .running import computed_by_hook, modules_of, read_attribute, tensor_names, tensors_of
 
 
 @dataclass
@@ -41,6 +42,25 @@ class Trace:
     escapes: list[tuple[fx.Node, str, str]]  # (tensor, what read its values, where) by Python
     # Tensors of leaf modules as values of the algebra, as far as they have been asked for.
     members: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)
+    _tensor_names: dict[str, list[str]] = field(default_factory=dict, repr=False)
+    _hooked: dict[str, str] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """The model's modules by path; one that goes by several has them all."""
+        return modules_of(self.model)
+
+    def tensor_names(self, path: str) -> list[str]:
+        """Of a leaf module; see :func:`fxprune.running.tensor_names`."""
+        if path not in self._tensor_names:
+            self._tensor_names[path] = tensor_names(self.modules[path])
+        return self._tensor_names[path]
+
+    def computed_by_hook(self, path: str) -> str:
+        """Of a leaf module; see :func:`fxprune.running.computed_by_hook`."""
+        if path not in self._hooked:
+            self._hooked[path] = computed_by_hook(self.modules[path])
+        return self._hooked[path]
 
     def pattern(self, node: fx.Node) -> Pattern | None:
         """The pattern of a call: the one that held when it was first asked for."""
@@ -50,7 +70,7 @@ class Trace:
 
     def _look_up(self, node: fx.Node) -> Pattern | None:
         if node.op == "call_module":
-            return registry.for_module(read_attribute(self.model, str(node.target)))
+            return registry.for_module(self.modules[str(node.target)])
         if node.op == "call_method":
             return registry.for_function(getattr(torch.Tensor, str(node.target), node.target))
         if node.op == "call_function":
@@ -70,7 +90,9 @@ class Trace:
         """The parameter, buffer, attribute or constant that a ``get_attr`` node reads."""
         if name in self.constants:
             return self.constants[name]
-        return read_attribute(self.model, name)
+        path, _, key = name.rpartition(".")
+        owner = self.modules.get(path)
+        return read_attribute(self.model, name) if owner is None else read_attribute(owner, key)
 
 
 def uses_of(trace: Trace) -> dict[str, set[fx.Node]]:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, fx
 
 from . import registry, sizes
-from .algebra import computed_by_hook
 from .call import Call, Named, Roles
 from .channels import Axis, Channels, SourceAxis
 from .discover import Relations
@@ -25,7 +24,7 @@ from .faults import WrongAnswer, WrongSize, same_sizes
 from .layout import view_dims
 from .orders import Mismatch, Orders, matching
 from .recording import Trace
-from .running import read_attribute, tensor_names
+from .running import read_attribute
 from .widths import NewSizes
 
 
@@ -61,17 +60,13 @@ class Replay(Orders):
         self._by_name: dict[str, list[SourceAxis]] = {}
         for s in relations.sources:
             self._by_name.setdefault(s.name, []).append(s)
-        self._shapes: dict[int, tuple[int, ...]] = {}
 
     # -- sizes ----------------------------------------------------------------------------------
 
     def new_shape(self, x: Channels) -> tuple[int, ...]:
         shape = list(x.shape)
         for axis in x.axes:
-            key = id(axis.units)
-            if key not in self._shapes:
-                self._shapes[key] = tuple(self._compress(axis.units, axis.units).shape)
-            for d, n in zip(axis.dims, self._shapes[key], strict=True):
+            for d, n in zip(axis.dims, self._left(axis.units).shape, strict=True):
                 shape[d] = n
         return tuple(shape)
 
@@ -236,6 +231,42 @@ class Replay(Orders):
 
     # -- meanings -------------------------------------------------------------------------------
 
+    def _visit(self, node: fx.Node) -> Any:
+        """A plain call needs no rule here: what went in as it stood comes out as it stood."""
+        spoken = self._relations.plain.get(node)
+        inputs = node.all_input_nodes
+        if (
+            spoken is None or node in self._straighten or not self._moved.isdisjoint(spoken)
+            or not self._disturbed.isdisjoint(inputs)
+        ):  # fmt: skip
+            value = super()._visit(node)
+            if not self._stands(self.before[node], value):
+                self._disturbed.add(node)
+            return value
+        self._pinned |= spoken
+        if node.op == "call_module":
+            call = Call(self, node, self.trace.pattern(node), (), {}, path=str(node.target))
+            call.module = self.modules[call.path]
+            call.inputs = [self.values[source] for source in inputs]
+            self._module_sizes(call)
+        return self.shrunk(self.before[node])
+
+    def shrunk(self, x: Channels) -> Channels:
+        """What is left of a value whose channels stand as they stood."""
+        axes = (Axis(a.dims, self._left(a.units), blank=a.blank) for a in x.axes)
+        return Channels(self.new_shape(x), tuple(axes), x.scalar, x.sums_to_one)
+
+    def _stands(self, before: Any, after: Any) -> bool:
+        """Whether channels that lie on one dimension stand as they stood."""
+        if isinstance(before, (tuple, list)):
+            return all(map(self._stands, before, after))
+        for axis in before.axes if isinstance(before, Channels) else ():
+            if len(axis.dims) == 1:
+                now, left = after.axis(axis.dims[0]), self._left(axis.units)
+                if now is None or now.dims != axis.dims or not torch.equal(now.units, left):
+                    return False
+        return True
+
     def apply(self, call: Call) -> Any:
         if call.node in self._counted:
             self.calls[call.node] = (call.args, call.kwargs)
@@ -269,7 +300,7 @@ class Replay(Orders):
         pattern = call.pattern
         if call.module is None or pattern is None or pattern.attributes is None:
             return
-        if computed_by_hook(call.module):
+        if self.trace.computed_by_hook(call.path):
             return  # left whole
         views, spoken = self._views(call)
         if views and not spoken:
@@ -294,7 +325,7 @@ class Replay(Orders):
     def _views(self, call: Call) -> tuple[dict[str, tuple[int, ...]], bool]:
         """New shapes of a leaf module's tensors, as patterns see them, and whether any has axes."""
         views, spoken = {}, False
-        for name in tensor_names(call.module):
+        for name in self.trace.tensor_names(call.path):
             value = self.member(call, name)
             if value is not None:
                 known = value.name in self._by_name

@@ -135,7 +135,8 @@ def apply_with_journal(
     with torch.no_grad(), uncollected():
         change = build(plan, model, folds or plan.folds(model, mixes=not folded))
         if not inplace:
-            olds = {name: read_attribute(model, name) for name in change.tensors}
+            tensor = plan._trace.on(model).tensor
+            olds = {name: tensor(name) for name in change.tensors}
             news = {id(old): _like(old, change.tensors[name]) for name, old in olds.items()}
             model = copy_model(model, news)
         vars(model).pop(FOLDED, None)
@@ -183,10 +184,11 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
     mixes = folds.mixes
     masked = plan._carriers.any() and plan._walk.masked
     masks = keep_masks(plan, folds) if masked else {}
+    on_model = plan._trace.on(model)
     for name in sorted(
         plan.kept.keys() | deltas.keys() | carries.keys() | mixes.keys() | masks.keys()
     ):
-        old = read_attribute(model, name).detach()
+        old = on_model.tensor(name).detach()
         new = old
         if name in carries:
             new = _carried(new, carries[name])
@@ -202,7 +204,7 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
         if new.data_ptr() == old.data_ptr():
             new = new.clone()
         path, _, attribute = name.rpartition(".")
-        computed = attribute in parametrizations(model.get_submodule(path))
+        computed = attribute in parametrizations(on_model.modules[path])
         (change.computed if computed else change.tensors)[name] = new
     for name, index in plan._replay.indices.items():
         old = read_attribute(model, name)

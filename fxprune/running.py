@@ -23,8 +23,13 @@ from .errors import ModelError, SettingError
 def read_attribute(root: nn.Module, name: str) -> Any:
     value: Any = root
     for part in name.split("."):
-        inside = value.__dict__.get("_modules", {}) if isinstance(value, nn.Module) else {}
-        value = inside[part] if part in inside else read_from(value, part)
+        own = value.__dict__ if isinstance(value, nn.Module) else {}
+        for kind in ("_modules", "_parameters"):  # where getattr() looks last
+            if part in own.get(kind, ()):
+                value = own[kind][part]
+                break
+        else:
+            value = read_from(value, part)
     return value
 
 
@@ -53,6 +58,31 @@ def shape_of(model: nn.Module, name: str) -> tuple[int, ...] | None:
     return tuple(found.shape) if isinstance(found, Tensor) else None
 
 
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """``dict(model.named_modules(remove_duplicate=False))``, in a tenth of the time."""
+    found: dict[str, nn.Module] = {}
+
+    def visit(path: str, module: nn.Module) -> None:
+        found[path] = module
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(f"{path}.{name}" if path else name, child)
+
+    visit("", model)
+    return found
+
+
+def named_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then buffers; one that goes by several names has the first."""
+    seen: set[int] = set()
+    for kind in ("_parameters", "_buffers"):
+        for path, module in modules.items():
+            for name, t in getattr(module, kind).items():
+                if t is not None and id(t) not in seen:
+                    seen.add(id(t))
+                    yield f"{path}.{name}" if path else name, t
+
+
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of a module and its parts, as they are stored."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -61,12 +91,20 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def tensor_names(module: nn.Module) -> list[str]:
     """Parameters and buffers as the code of a module and its parts reads them: absent ones too, and
     parametrized ones by their own name."""
+    if not module._modules:
+        return list(dict.fromkeys([*module._parameters, *module._buffers]))
     computed = [
         f"{path}.{name}" if path else name for path, part in module.named_modules()
         for name in getattr(part, "parametrizations", ())
     ]  # fmt: skip
     names = [*module._parameters, *module._buffers, *computed, *tensors_of(module)]
     return [n for n in dict.fromkeys(names) if ".parametrizations." not in f".{n}"]
+
+
+def computed_by_hook(module: nn.Module) -> str:
+    """Name of a tensor that is a plain attribute of a module, such as the weight of
+    ``nn.utils.weight_norm``, or ``""``."""
+    return next((key for key, value in vars(module).items() if isinstance(value, Tensor)), "")
 
 
 def run_node(
@@ -110,18 +148,23 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     """Eval mode inside; or training mode, but for PyTorch's own layers: a norm might not run in it.
     Afterwards all is as it was: flags, buffers, whatever the modules have set on themselves while
     running, and the state of the random number generators."""
+    modules = list(dict.fromkeys(modules_of(model).values()))
     spaces = [
         (space, dict(space))
-        for m in model.modules()
+        for m in modules
         # Parameters, buffers, children and hooks are in dictionaries of their own.
         for space in (vars(m), *(v for v in vars(m).values() if isinstance(v, dict)))
     ]
     # Some models count calls or keep caches in their buffers even in eval mode.
-    buffers = [(b, _version(b), b.detach().clone()) for b in model.buffers()]
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    buffers = [
+        (b, _version(b), b.detach().clone())
+        for b in {id(b): b for m in modules for b in m._buffers.values() if b is not None}.values()
+    ]
+    parameters = (p for m in modules for p in m._parameters.values() if p is not None)
+    devices = {p.device.index for p in parameters if p.device.type == "cuda"}
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
-        for m in model.modules():
+        for m in modules:
             of_torch = type(m).__module__.startswith("torch.nn.") and not any(m.children())
             vars(m)["training"] = training and not of_torch
         torch.backends.mha.set_fastpath_enabled(False)  # it would hide the layers from the trace
@@ -208,7 +251,7 @@ def outputs(
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A deep copy; ``memo`` holds what stands for a tensor, by the tensor's id."""
     memo = dict(memo or {})
-    for module in model.modules():
+    for module in modules_of(model).values():
         for value in vars(module).values():
             # What a hook computes before each run (nn.utils.weight_norm) has a history, which
             # deepcopy refuses; it is computed anew.

@@ -15,6 +15,7 @@ from . import importance
 from .budgets import Target
 from .errors import SettingError
 from .rounding import preferred
+from .running import modules_of
 from .scope import SCOPES
 
 _SPARSITY = 0.5  # where neither it nor a target is given
@@ -123,7 +124,7 @@ def matches(key: Any, path: str, module: nn.Module) -> bool:
 
 def check_names(model: nn.Module, settings: Settings) -> None:
     """Every key of ``ignore``, and of settings that are mappings, has to mean something."""
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = modules_of(model)
     keys = {"ignore": settings.ignore}
     for setting in ("sparsity", "min_width", "max_sparsity"):
         if isinstance(given := getattr(settings, setting), Mapping):

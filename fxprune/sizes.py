@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .running import modules_of
+
 
 @dataclass(frozen=True)
 class Dimension:
@@ -213,7 +215,7 @@ def traced_attributes(model: nn.Module) -> Iterator[None]:
             space[key] = new
 
     seen: set[int] = set()
-    for path, m in model.named_modules():
+    for path, m in modules_of(model).items():
         prefix = f"{path}." if path else ""
         wrap(vars(m), prefix)
         config = vars(m).get("config")

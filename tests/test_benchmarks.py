@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+
+import fxprune
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +102,21 @@ def test_the_ways_to_prune_in_training_share_all_that_was_before(prunings, monke
     assert whole.losses[:3] == cut.losses[:3] == new.losses[:3]
     assert cut.losses[3] == new.losses[3] and cut.losses[4:] != new.losses[4:]
     assert cut.parameters == new.parameters < whole.parameters / 3
+
+
+def test_the_stages_of_a_profile_are_functions_that_run():
+    profiles = importlib.import_module("profiles")
+    samples = profiles.Samples()
+
+    def look(frame, event, _):
+        if event == "call":
+            samples._look(0, frame)
+
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        fxprune.prune(net, torch.randn(1, 3, 4, 4), verify=False)
+    finally:
+        sys.setprofile(before)
+    assert set(samples.stages) == {*profiles.STAGES.values(), "other"}
