@@ -433,7 +433,8 @@ def components_of(left: np.ndarray, right: np.ndarray, size: int) -> np.ndarray:
     from scipy.sparse import coo_array  # here: it takes a tenth of a second to import
     from scipy.sparse.csgraph import connected_components
 
-    links = coo_array((np.ones(len(left), dtype=np.int8), (left, right)), shape=(size, size))
+    ends = left.astype(np.int32), right.astype(np.int32)  # all that csgraph of SciPy 1.11 takes
+    links = coo_array((np.ones(len(left), dtype=np.int8), ends), shape=(size, size))
     return connected_components(links, directed=False)[1]
 
 
