@@ -1,7 +1,7 @@
 """Draw the five pictures of docs/five-pictures.md: ``make pictures``.
 
-Every number and name in them is asked of fxprune, of one small network. Each SVG has a ground of its
-own, light or dark as the reader's system is.
+Every number and name in them is asked of fxprune, of one small network. Each SVG has a ground of
+its own, light or dark as the system of whoever reads is.
 """
 
 from __future__ import annotations
