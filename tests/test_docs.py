@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 import runpy
 from pathlib import Path
@@ -61,6 +62,13 @@ def test_the_pictures_are_those_that_are_drawn(tmp_path):
     for name, file in drawn.items():
         assert ElementTree.parse(file).getroot().get("aria-label")
         assert (ROOT / "docs/images" / name).is_file()
+
+
+def test_every_setting_is_explained():
+    page = (ROOT / "docs/settings.md").read_text()
+    taken = {*inspect.signature(fxprune.plan).parameters}
+    taken |= {*inspect.signature(fxprune.prune).parameters}
+    assert taken - {"model", "example_input"} == set(re.findall(r"^\| `(\w+)` \|", page, re.M))
 
 
 def rows(page: str) -> list[tuple[str, str]]:
