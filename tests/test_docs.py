@@ -7,6 +7,8 @@ import importlib
 import inspect
 import re
 import runpy
+import sys
+import types
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -26,10 +28,12 @@ def blocks(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
-def test_code_blocks_run(page):
+def test_code_blocks_run(page, monkeypatch):
     for package in NEEDS.get(page.name, ()):
         pytest.importorskip(package)
-    exec(compile(blocks(page), str(page), "exec"), {"__name__": page.stem})
+    module = types.ModuleType(f"page_{page.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # so that its classes can be saved
+    exec(compile(blocks(page), str(page), "exec"), vars(module))
 
 
 def test_no_code_escapes_by_its_label():
