@@ -20,7 +20,7 @@ import fxprune
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-NEEDS = {"exporting.md": ("onnxruntime", "onnxscript", "torchao")}
+NEEDS = {"exporting.md": {"onnxruntime": None, "onnxscript": None, "torchao": None, "torch": "2.7"}}
 
 
 def blocks(page: Path) -> str:
@@ -29,8 +29,8 @@ def blocks(page: Path) -> str:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
 def test_code_blocks_run(page, monkeypatch):
-    for package in NEEDS.get(page.name, ()):
-        pytest.importorskip(package)
+    for package, version in NEEDS.get(page.name, {}).items():
+        pytest.importorskip(package, minversion=version)
     module = types.ModuleType(f"page_{page.stem}")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # so that its classes can be saved
     exec(compile(blocks(page), str(page), "exec"), vars(module))
@@ -92,8 +92,6 @@ def old_calls() -> list[str]:
 @pytest.mark.parametrize("name", old_calls())
 def test_a_call_that_one_moves_from_exists(name):
     short, _, rest = name.partition(".")
-    if short == "tp":
-        pytest.importorskip("torch_pruning")
     path = f"{SHORT.get(short, short)}.{rest}".split(".")
     for end in range(len(path) - 1, 0, -1):
         try:

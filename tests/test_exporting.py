@@ -99,6 +99,9 @@ def test_torch_export_for_any_batch(pruned):
 
 @needs("onnxruntime")
 @needs("onnxscript")
+@pytest.mark.skipif(
+    torch.__version__ < "2.7", reason="PyTorch 2.6 cannot write these as ONNX before pruning either"
+)
 def test_onnx_runtime_computes_the_same(pruned, tmp_path):
     import onnxruntime
 
