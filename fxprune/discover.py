@@ -342,7 +342,9 @@ class Discover(Algebra):
     def shared_in_vain(self, relations: Relations) -> set[str]:
         """Tensors that are the same for every head (a norm's weight, a rotary table), where that
         makes one unit of all heads: better they stay, and heads can go."""
-        made = {s.name for s in self.sources if s.role == "out"}
+        buffers = {name for name, _ in self.trace.model.named_buffers()}
+        # A layer whose heads are shared can shrink, a table of frequencies is only read.
+        made = {s.name for s in self.sources if s.role == "out"} - buffers
         found: set[str] = set()
         for rectangle in self._rectangles.values():
             classes = distinct(relations.classes[rectangle.units.numpy()])
