@@ -40,7 +40,7 @@ def _module(path: str) -> Iterator[str]:
             bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
             yield f"  class {name}" + (f"({bases})" if bases else "")
             yield from _class(value)
-        elif callable(value) and hasattr(value, "__name__"):
+        elif inspect.isroutine(value):
             yield f"  {name}{signature(value, 2)}"
         else:
             yield f"  {name}: {type(value).__name__}"
@@ -60,7 +60,7 @@ def _class(kind: type) -> Iterator[str]:
             continue
         if isinstance(value, property):
             yield f"    {name} -> {value.fget.__annotations__.get('return')}"  # type: ignore[union-attr]
-        elif callable(value := getattr(kind, name)):
+        elif inspect.isroutine(value := getattr(kind, name)):
             yield f"    {name}{signature(value, 4)}"
 
 
