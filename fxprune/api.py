@@ -45,9 +45,7 @@ def prune(
     Args:
         model: any module that runs on ``example_input``. It is left untouched.
         example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
-        sparsity, target, ignore, importance, scope, min_width, max_sparsity, round_to, bias, exact,
-            attention, outputs, patterns, calibration, calibration_batches, calibration_mode: see
-            :func:`fxprune.plan`.
+        sparsity, ..., calibration_mode: those of :func:`fxprune.plan`.
         inplace: change ``model`` itself; an exception leaves it as it was.
         as_graph: return the pruned model as one :class:`torch.fx.GraphModule`, recorded from its
             run on ``example_input`` (:func:`fxprune.trace`), for those who go on with fx passes.

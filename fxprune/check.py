@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import tree
 from .errors import InputError, ModelError
@@ -48,6 +49,11 @@ def check_model(model: Any, example_input: Any) -> None:
             raise ModelError(f"{name} is on the meta device and has no values; load weights first")
         if tensor.is_quantized:
             raise ModelError(f"{name} is quantized; prune first, then quantize")
+        if is_traceable_wrapper_subclass(tensor):
+            raise ModelError(
+                f"{name} is a {type(tensor).__name__}, which holds its values in tensors of its "
+                "own; prune first, then quantize, shard or convert"
+            )
     devices = {tensor.device for _, tensor in tensors}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))

@@ -395,7 +395,9 @@ class Discover(Algebra):
     def shared_in_vain(self, relations: Relations) -> set[str]:
         """Tensors that are the same for every head (a norm's weight, a rotary table), where that
         makes one unit of all heads: better they stay, and heads can go."""
-        made = {s.name for s in self.sources if s.role == "out"}
+        buffers = {name for name, _ in self.trace.model.named_buffers()}
+        # A layer whose heads are shared can shrink, a table of frequencies is only read.
+        made = {s.name for s in self.sources if s.role == "out"} - buffers
         found: set[str] = set()
         for rectangle in self._rectangles.values():
             classes = distinct(relations.classes[rectangle.units.numpy()])
@@ -459,7 +461,8 @@ def components_of(left: np.ndarray, right: np.ndarray, size: int) -> np.ndarray:
     from scipy.sparse import coo_array  # here: it takes a tenth of a second to import
     from scipy.sparse.csgraph import connected_components
 
-    links = coo_array((np.ones(len(left), dtype=np.int8), (left, right)), shape=(size, size))
+    ends = left.astype(np.int32), right.astype(np.int32)  # all that csgraph of SciPy 1.11 takes
+    links = coo_array((np.ones(len(left), dtype=np.int8), ends), shape=(size, size))
     return connected_components(links, directed=False)[1]
 
 

@@ -1,72 +1,36 @@
-"""The public interface: what exists, and with which parameters."""
+"""The public interface: what exists, with which parameters, and that the reference has it."""
 
 from __future__ import annotations
 
-import inspect
+import difflib
+import importlib
+import re
+from pathlib import Path
 
 import fxprune
 
+from . import public_api
 
-def test_public_signatures_are_pinned():
-    settings = (
-        "sparsity: 'float | Mapping[Any, float] | None' = None, target: 'Target | None' = None, "
-        "ignore: 'Iterable[Any] | str | type | nn.Module' = (), importance: 'Any' = 'l2', "
-        "scope: 'str' = 'local', min_width: 'Any' = None, max_sparsity: 'Any' = None, "
-        "round_to: \"int | Literal['auto']\" = 1, "
-        "bias: 'str' = 'propagate', "
-        "exact: 'bool' = False, "
-        "attention: 'str' = 'heads', outputs: 'str | Iterable[str] | None' = None, "
-        "patterns: 'Iterable[Pattern]' = (), calibration: 'Iterable[Any] | None' = None, "
-        "calibration_batches: 'int | None' = None, calibration_mode: 'str' = 'sequential'"
-    )
-    head = "(model: 'nn.Module', example_input: 'Any'"
-    signature = {name: str(inspect.signature(getattr(fxprune, name)))
-                 for name in ("plan", "trace", "prune")}  # fmt: skip
-    assert signature == {
-        "plan": f"{head}, *, {settings}) -> 'PruningPlan'",
-        "trace": f"{head}) -> 'fx.GraphModule'",
-        "prune": f"{head}, *, {settings}, inplace: 'bool' = False, "
-        "as_graph: 'bool' = False, verify: 'bool' = True) "
-                 "-> 'nn.Module'",
-    }  # fmt: skip
-    assert str(inspect.signature(fxprune.check_pattern)) == (
-        "(pattern: 'Pattern', module: 'nn.Module', example_input: 'Any', *, "
-        "raise_exception: 'bool' = True) -> 'PatternCheck'"
-    )
-    assert list(inspect.signature(fxprune.register).parameters) == ["targets", "override", "what"]
-    assert str(inspect.signature(fxprune.benchmark)) == (
-        "(before: 'nn.Module', after: 'nn.Module', example_input: 'Any', *, mode: 'str' = 'eager', "
-        "device: 'torch.device | str | None' = None, dtype: 'torch.dtype | None' = None, "
-        "channels_last: 'bool' = False, threads: 'int | None' = None, seconds: 'float' = 1.0) "
-        "-> 'BenchmarkResult'"
-    )
-    assert str(inspect.signature(fxprune.Pruner)) == (
-        f"{head}, *, optimizer: 'Any' = None, "
-        "schedule: 'str | Callable[[int], float] | Sequence[float]' = 'cubic', "
-        "steps: 'int | None' = None, also: 'Iterable[nn.Module] | nn.Module | None' = None, "
-        "verify: 'bool' = True, **settings: 'Any') -> 'None'"
-    )
-    path = "path: 'str | os.PathLike[str]'"
-    again = "*, example_input: 'Any' = None, patterns: 'Iterable[Pattern]' = ()"
-    assert str(inspect.signature(fxprune.save)) == f"(model: 'nn.Module', {path}) -> 'None'"
-    assert str(inspect.signature(fxprune.load)) == (
-        f"(model: 'nn.Module', {path}, {again}) -> 'nn.Module'"
-    )
-    assert str(inspect.signature(fxprune.PruningPlan.save)) == f"(self, {path}) -> 'None'"
-    assert str(inspect.signature(fxprune.PruningPlan.load)) == (
-        f"({path}, model: 'nn.Module', {again}) -> 'PruningPlan'"
-    )
-    for name, rest in (("mask", ""), ("apply", ", *, inplace: 'bool' = False")):
-        found = str(inspect.signature(getattr(fxprune.PruningPlan, name)))
-        assert found == f"(self, model: 'nn.Module'{rest}) -> 'nn.Module'"
+HERE = Path(__file__).parent
 
 
-def test_all_exports_are_pinned_and_exist():
-    assert fxprune.__all__ == [
-        "BenchmarkResult", "ChannelGroup", "FileError", "InputError", "LatencyTable", "ModelError",
-        "Pattern", "PatternError", "PlanError", "ProofError", "Pruner", "PruningError",
-        "PruningPlan", "PruningWarning", "Reached", "SettingError", "Target", "benchmark",
-        "check_pattern", "compact", "importance", "load", "masks", "pattern", "patterns", "plan",
-        "prune", "recalibrate_batchnorm", "register", "save", "trace", "unregister",
-    ]  # fmt: skip
+def test_the_public_interface_is_the_one_that_is_written_down():
+    pinned, found = (HERE / "public_api.txt").read_text(), public_api.text()
+    changes = "\n".join(difflib.unified_diff(pinned.splitlines(), found.splitlines(), "pinned",
+                                             "found", lineterm="", n=8))  # fmt: skip
+    assert not changes, f"\n{changes}\nIf this is meant: make api"
+
+
+def test_all_exports_exist_in_order():
+    assert fxprune.__all__ == sorted(fxprune.__all__)
     assert all(hasattr(fxprune, name) for name in fxprune.__all__)
+
+
+def test_the_reference_has_every_public_name():
+    pages = "\n".join(page.read_text() for page in (HERE.parent / "docs/api").glob("*.md"))
+    written, whole = set(re.findall(r"[\w.]+", pages)), set(re.findall(r"^::: (\S+)", pages, re.M))
+    for path in public_api.MODULES:
+        module = importlib.import_module(path)
+        for name in public_api.names(module):
+            home = getattr(getattr(module, name), "__module__", path)
+            assert f"{path}.{name}" in written or {path, home} & whole, f"{path}.{name}"

@@ -176,6 +176,24 @@ def test_29_normalised_queries_and_rotary_embeddings(norm, form):
     assert pruned_units(plan, "qkv") == (4, 2, None) and small.heads == 2
 
 
+def test_29_a_rotary_table_that_is_a_product_of_frequencies_and_positions():
+    def forward(s, x):
+        b, n, _ = x.shape
+        q, k, v = s.qkv(x).view(b, n, 3, s.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        positions = torch.arange(n, dtype=x.dtype)[None, None, :].expand(b, 1, n)
+        angles = (s.frequencies[None, :, None].expand(b, -1, 1) @ positions).transpose(1, 2)
+        angles = torch.cat([angles, angles], -1)[:, None]
+        q, k = (rotate(t, angles.cos(), angles.sin(), "halves") for t in (q, k))
+        return s.out(sdpa(q, k, v).transpose(1, 2).flatten(2))
+
+    net = Net(forward, qkv=nn.Linear(6, 48), out=nn.Linear(16, 3))
+    net.heads = 4
+    net.register_buffer("frequencies", torch.tensor([1.0, 0.1]).double())
+    plan, small = check(net, tokens())
+    assert pruned_units(plan, "qkv") == (4, 2, None) and small.heads == 2
+    assert torch.equal(small.frequencies, net.frequencies)
+
+
 @pytest.mark.parametrize("part", [2, 4])
 def test_29_rotary_embeddings_of_a_part_which_may_be_all(part):
     def forward(s, x):
