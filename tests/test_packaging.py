@@ -43,7 +43,9 @@ def test_the_wheel_holds_the_package_and_its_licence_only():
     assert Path(fxprune.__file__) == Path(installed.locate_file("fxprune/__init__.py"))
     files = [file.as_posix() for file in installed.files or ()]
     assert any(re.fullmatch(r"fxprune-.*dist-info/licenses/LICENSE", name) for name in files)
-    assert {"fxprune/py.typed", "fxprune/patterns/py.typed", "fxprune/patterns/linear.py"} <= {
-        *files
-    }
-    assert {name.split("/")[0].split("-")[0] for name in files} == {"fxprune"}
+    assert {"fxprune/py.typed", "fxprune/patterns/py.typed", "fxprune/patterns/linear.py",
+            "fxprune/html/page.html", "fxprune/html/page.css", "fxprune/html/page.js"} <= {*files}  # fmt: skip
+    outside = [name for name in files if name.startswith("..")]
+    assert [name.rpartition("/")[2] for name in outside] == ["fxprune"]  # the command
+    inside = {*files} - {*outside}
+    assert {name.split("/")[0].split("-")[0] for name in inside} == {"fxprune"}
