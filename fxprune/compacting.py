@@ -30,7 +30,7 @@ from .recording import Trace
 from .rewrite import apply_with_journal
 from .running import outputs
 from .select import Choice
-from .settings import make_settings
+from .settings import Settings, checked
 
 
 def compact(
@@ -82,7 +82,7 @@ def plan_compact(
     patterns: Iterable[Pattern] = (),
 ) -> PruningPlan:
     """The plan of :func:`compact`, for a model without masks: which units are dead."""
-    settings = make_settings(0.5, ignore, "l2", 1, "propagate", True, "heads", None)
+    settings = checked(Settings(ignore=ignore, exact=True))
     return make_plan(model, example_input, settings, patterns, Compactor)
 
 

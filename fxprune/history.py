@@ -148,7 +148,8 @@ def note(
         code=code,
         run=chosen.as_json(plan) if code else None,
     )
-    return as_texts(_merged([*steps(model), step]))
+    before = steps(model)
+    return as_texts(before if step == Step() else _merged([*before, step]))
 
 
 def kept_of(plan: Any) -> dict[str, dict[int, Indices]]:

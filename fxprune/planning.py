@@ -25,7 +25,7 @@ from .recorder import record
 from .recording import Trace
 from .registry import every, scope
 from .running import uncollected
-from .settings import Settings, check_names, for_model, make_settings
+from .settings import Settings, check_names, checked, for_model
 
 
 def plan(
@@ -102,10 +102,22 @@ def plan(
     Raises:
         PruningError: a setting, the model or the input cannot be used; the message says why.
     """
-    settings = make_settings(
-        sparsity, ignore, importance, round_to, bias, exact, attention, outputs, scope,
-        min_width, max_sparsity, target,
-    )  # fmt: skip
+    settings = checked(
+        Settings(
+            sparsity=sparsity,
+            target=target,
+            ignore=ignore,
+            importance=importance,
+            scope=scope,
+            min_width=min_width,
+            max_sparsity=max_sparsity,
+            round_to=round_to,
+            bias=bias,
+            exact=exact,
+            attention=attention,
+            outputs=outputs,
+        )
+    )
     if calibration is None:
         if importance == "reconstruction":
             raise SettingError("importance='reconstruction' needs inputs: pass calibration=")

@@ -108,8 +108,9 @@ def restore(
         return Restorer(*args, chosen=chosen, folding=folding, reasons=reasons or [])
 
     settings = Settings(
-        0.0, (), "l2", 1, chosen.bias, chosen.exact, chosen.attention, chosen.outputs
-    )
+        sparsity=0.0, bias=chosen.bias, exact=chosen.exact, attention=chosen.attention,
+        outputs=chosen.outputs,
+    )  # fmt: skip
     try:
         return make_plan(model, example_input, settings, patterns, planner)
     except InputError as error:

@@ -303,4 +303,5 @@ def _remember(plan: Any, change: Change, model: nn.Module, journal: Journal) -> 
     for module in model.modules():
         if STEPS in vars(module):
             journal.drop(vars(module), STEPS)
-    journal.attribute(model, STEPS, history)
+    if history:  # where nothing could go, the model stays as it was
+        journal.attribute(model, STEPS, history)

@@ -18,30 +18,33 @@ from .rounding import preferred
 from .running import modules_of
 from .scope import SCOPES
 
+BIASES = ("propagate", "drop", "expected")
+ATTENTION = ("heads", "head_dim")
 _SPARSITY = 0.5  # where neither it nor a target is given
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    sparsity: Any
-    ignore: tuple[Any, ...]
-    importance: Any
-    round_to: Any
-    bias: str
-    exact: bool
-    attention: str
-    outputs: tuple[str, ...] | None
+    """What :func:`fxprune.plan` is told, by the same names and with the same defaults."""
+
+    sparsity: Any = None
+    target: Target | None = None
+    ignore: Any = ()
+    importance: Any = "l2"
     scope: str = "local"
     min_width: Any = None
     max_sparsity: Any = None
-    target: Target | None = None
+    round_to: Any = 1
+    bias: str = "propagate"
+    exact: bool = False
+    attention: str = "heads"
+    outputs: Any = None
     rounding: str = ""  # what "auto" has come to, and why
 
 
-def make_settings(
-    sparsity, ignore, chosen, round_to, bias, exact, attention, outputs, scope="local",
-    min_width=None, max_sparsity=None, target=None,
-) -> Settings:  # fmt: skip
+def checked(given: Settings) -> Settings:
+    """In one form: ``ignore`` and ``outputs`` as tuples, and a sparsity."""
+    sparsity, target, ignore, outputs = given.sparsity, given.target, given.ignore, given.outputs
     if target is not None and not isinstance(target, Target):
         raise SettingError(f"target={target!r} is no fxprune.Target, such as Target(params=0.5)")
     if target is not None and sparsity is not None:
@@ -54,47 +57,43 @@ def make_settings(
             raise SettingError(
                 f"sparsity={value!r} is not a fraction in [0, 1): it is the share of units that go"
             )
-    importance.resolve(chosen)
-    if round_to != "auto" and not (_is(int, round_to) and round_to > 0):
-        raise SettingError(f"round_to={round_to!r} is not a positive integer, nor 'auto'")
-    if bias not in ("propagate", "drop", "expected"):
-        raise SettingError(f"bias={bias!r} is unknown; use 'propagate', 'drop' or 'expected'")
-    if not isinstance(exact, bool):
-        raise SettingError(f"exact={exact!r} is neither True nor False")
-    if exact and bias == "expected":
+    importance.resolve(given.importance)
+    if given.round_to != "auto" and not (_is(int, given.round_to) and given.round_to > 0):
+        raise SettingError(f"round_to={given.round_to!r} is not a positive integer, nor 'auto'")
+    if given.bias not in BIASES:
+        raise SettingError(f"bias={given.bias!r} is unknown; use 'propagate', 'drop' or 'expected'")
+    if not isinstance(given.exact, bool):
+        raise SettingError(f"exact={given.exact!r} is neither True nor False")
+    if given.exact and given.bias == "expected":
         raise SettingError(
             "exact=True keeps a masked channel that says what it emits when masked, not what it "
             "said in the mean; use bias='propagate' with it, or exact=False"
         )
-    if attention not in ("heads", "head_dim"):
-        raise SettingError(f"attention={attention!r} is unknown; use 'heads' or 'head_dim'")
-    if scope not in SCOPES:
-        raise SettingError(f"scope={scope!r} is unknown; use one of {', '.join(SCOPES)}")
-    for value in _values(min_width):
+    if given.attention not in ATTENTION:
+        raise SettingError(f"attention={given.attention!r} is unknown; use 'heads' or 'head_dim'")
+    if given.scope not in SCOPES:
+        raise SettingError(f"scope={given.scope!r} is unknown; use one of {', '.join(SCOPES)}")
+    for value in _values(given.min_width):
         good = (_is(Integral, value) and value > 0) or (_is(Real, value) and 0 < value <= 1)
         if value is not None and not good:
             raise SettingError(
                 f"min_width={value!r} is neither a positive integer (units that stay) nor a "
                 "fraction in (0, 1]"
             )
-    for value in _values(max_sparsity):
+    for value in _values(given.max_sparsity):
         if value is not None and not (_is(Real, value) and 0 <= value <= 1):
             raise SettingError(f"max_sparsity={value!r} is not a fraction in [0, 1]")
     if isinstance(ignore, (str, type, nn.Module)):
         ignore = (ignore,)
     elif not isinstance(ignore, Iterable):
         raise SettingError(f"ignore={ignore!r} is not a name, a glob, a type, a module or several")
-    names = tuple(ignore)
     if isinstance(outputs, str):
         outputs = (outputs,)
     elif outputs is not None:
         outputs = tuple(outputs) if isinstance(outputs, Iterable) else (outputs,)
         if not outputs or not all(isinstance(name, str) for name in outputs):
             raise SettingError(f"outputs={outputs!r} are no names of what the model returns")
-    return Settings(
-        sparsity, names, chosen, round_to, bias, bool(exact), attention, outputs, scope, min_width,
-        max_sparsity, target,
-    )  # fmt: skip
+    return replace(given, sparsity=sparsity, ignore=tuple(ignore), outputs=outputs)
 
 
 def _is(kind: Any, value: Any) -> bool:
