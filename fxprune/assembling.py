@@ -44,6 +44,7 @@ def assemble(planner: Planner, replay: Replay) -> PruningPlan:
         _replay=replay,
         _walk=planner.constants,
         _budget=planner.budget,
+        _example_input=planner.example_input,
         _units=[g.units for g in planner.groups if not g.frozen and g.producers],
     )
     result.skipped = _skipped(planner, result)

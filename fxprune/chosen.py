@@ -9,16 +9,18 @@ import numpy as np
 import torch
 from torch import nn
 
+from . import example
 from .channels import SourceAxis
 from .discover import Relations
 from .errors import PlanError
 from .indices import Indices, Malformed, Table
 from .running import shape_of
+from .settings import ATTENTION, BIASES
 
 FLAGS = ("removed", "silent", "carriers")
 
 
-def as_json(plan: Any) -> dict[str, Any]:
+def as_json(plan: Any, *, with_example: bool = True) -> dict[str, Any]:
     """Of each axis with units that go: its tensor and place, and which of its slices they are."""
     table, axes = Table(), []
     flags = [plan._removed, plan._silent, plan._carriers]
@@ -36,7 +38,7 @@ def as_json(plan: Any) -> dict[str, Any]:
         "outputs": None if settings.outputs is None else list(settings.outputs),
         "masked": plan._walk.masked,
         "dtype": main_dtype(plan._trace.model),
-        "example": plan._example,
+        "example": example.as_json(plan._example_input) if with_example else None,
         "axes": axes,
         "sets": table.to_json(),
     }
@@ -73,9 +75,7 @@ class Chosen:
         outputs = value["outputs"]
         if outputs is not None and not _is_list_of(outputs, str):
             raise Malformed(f"outputs are {outputs!r}")
-        if value["attention"] not in ("heads", "head_dim") or value["bias"] not in (
-            "propagate", "drop",
-        ):  # fmt: skip
+        if value["attention"] not in ATTENTION or value["bias"] not in BIASES:
             raise Malformed("a run has settings that nobody knows")
         dtype = getattr(torch, value["dtype"], None) if value["dtype"] else None
         if value["dtype"] and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

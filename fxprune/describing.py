@@ -31,16 +31,17 @@ def describe(plan: Any, model: nn.Module | None = None, small: nn.Module | None 
     model = plan._trace.model if model is None else model
     small = plan.apply(model) if small is None else small
     homes = group_of_axis(plan)
-    (macs, by_layer), (fewer, fewer_by_layer) = (_macs(plan, m) for m in (model, small))
+    (macs, by_layer), (fewer, fewer_by_layer) = (
+        benchmarking.macs_by_module(m, plan._example_input) for m in (model, small)
+    )
     layers = _layers(plan, model, small, homes)
     for layer in layers:
-        if fewer is not None:
-            layer["macs"] = [d.get(layer["path"], 0) for d in (by_layer, fewer_by_layer)]
+        layer["macs"] = [d.get(layer["path"], 0) for d in (by_layer, fewer_by_layer)]
     return {
         "model": type(model).__name__,
-        "settings": {k: _words(v) for k, v in vars(plan.settings).items()},
+        "settings": {k: _words(v) for k, v in vars(plan.settings).items() if v is not None},
         "parameters": [_count(model), _count(small)],
-        "macs": None if fewer is None else [macs, fewer],
+        "macs": [macs, fewer],
         "groups": _groups(plan, homes, [layer["path"] for layer in layers]),
         "layers": layers,
         "skipped": [[what, reason] for what, reason in plan.skipped],
@@ -175,13 +176,6 @@ def _unique(items: Iterable[int]) -> list[int]:
 
 def _count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-def _macs(plan: Any, model: nn.Module) -> tuple[int | None, dict[str, int]]:
-    """Multiply-accumulates in all and by module; None where the plan has no input left."""
-    if plan._input is None:
-        return None, {}
-    return benchmarking.macs_by_module(model, plan._input)
 
 
 def _words(value: Any) -> Any:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from . import chosen, container
+from .budgets import MEASURES, Reached
 from .errors import ModelError, PlanError
 from .history import Step, expect, first_difference, kept_of
 from .indices import Malformed
@@ -25,7 +27,7 @@ from .pruning_plan import PruningPlan
 from .restoring import Reason, restore
 
 SCHEMA = 1
-_KEYS = {"fxprune", "schema", "model", "chosen", "kept", "groups"}
+_KEYS = {"fxprune", "schema", "model", "chosen", "kept", "groups", "rounding", "target"}
 
 
 def save(plan: PruningPlan, path: str | os.PathLike[str]) -> None:
@@ -43,6 +45,8 @@ def save(plan: PruningPlan, path: str | os.PathLike[str]) -> None:
         "chosen": chosen.as_json(plan),
         "kept": Step(kept=kept_of(plan)).to_json(),
         "groups": [[g.name, g.frozen, _packed(g.importance)] for g in plan.groups],
+        "rounding": plan.settings.rounding,
+        "target": None if plan.target is None else vars(plan.target),
     }
     with container.replacing(path) as beside:
         beside.write_text(json.dumps({**about, "sha256": _sum(about)}) + "\n")
@@ -63,6 +67,7 @@ def load(
         found = chosen.Chosen.from_json(about["chosen"])
         kept = Step.from_json(about["kept"]).kept
         groups = [_group(item) for item in expect(about["groups"], list, "groups")]
+        rounding, target = _text(about["rounding"]), _target(about["target"])
         found.check(model)
         plan = restore(model, found, example_input, patterns=patterns, reasons=groups)
     if (now := kept_of(plan)) != kept:
@@ -70,6 +75,7 @@ def load(
             f"the plan does not fit this {type(model).__name__}: other channels of "
             f"{first_difference(now, kept)} would be kept than when it was made; make a new plan"
         )
+    plan.settings, plan.target = replace(plan.settings, rounding=rounding), target
     return plan
 
 
@@ -104,16 +110,32 @@ def _packed(scores: torch.Tensor | None) -> str | None:
     return base64.b64encode(scores.numpy().astype("<f4").tobytes()).decode()
 
 
+def _text(value: Any) -> str | None:
+    return None if value is None else expect(value, str, "a text")
+
+
+def _target(value: Any) -> Reached | None:
+    if value is None:
+        return None
+    measure, *numbers = (field.name for field in fields(Reached))
+    if expect(value, dict, "the target").keys() != {measure, *numbers}:
+        raise Malformed("the target is not of the form that it has")
+    for name in numbers:
+        if type(value[name]) not in (int, float):
+            raise Malformed(f"the target has {str(value[name])[:40]!r} for {name}")
+    if value[measure] not in MEASURES:
+        raise Malformed(f"the target is one of {str(value[measure])[:40]!r}")
+    return Reached(**value)
+
+
 def _group(item: Any) -> Reason:
     if not isinstance(item, list) or len(item) != 3 or type(item[0]) is not str:
         raise Malformed("a group is not [name, reason, scores]")
     name, frozen, scores = item
-    if not isinstance(frozen, (str, type(None))) or not isinstance(scores, (str, type(None))):
-        raise Malformed(f"the group {name} has no reason and no scores")
-    if scores is None:
-        return name, frozen, None
+    if _text(scores) is None:
+        return name, _text(frozen), None
     try:
         found = np.frombuffer(base64.b64decode(scores, validate=True), dtype="<f4")
     except (ValueError, binascii.Error) as error:
         raise Malformed(f"the scores of {name} cannot be read: {error}") from error
-    return name, frozen, found.astype(float)
+    return name, _text(frozen), found.astype(float)

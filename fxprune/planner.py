@@ -39,6 +39,7 @@ class Planner:
     """From relations to a plan: choose, follow the constants, replay; freeze what does not fit.
 
     Args:
+        example_input: that the trace was recorded with.
         trained: gives the trace of the model in training mode, for code that asks for the mode;
             None where it does not run so.
     """
@@ -46,16 +47,17 @@ class Planner:
     constants = Constants  # the second walk
     reconstruction: Reconstruction | None = None  # scores units, where that is asked for
     budget: Budget | None = None  # says how many go, where a target is given
-    example_input: Any = None  # tells inputs from labels, for criteria that need data
 
     def __init__(
         self,
         trace: Trace,
         relations: Relations,
         settings: Settings,
+        example_input: Any,
         trained: Callable[[], Trace | None],
         found: list[fusions.Fusion],
     ) -> None:
+        self.example_input = example_input
         self.trained = trained
         self.fusions = found
         self.trace = trace

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from . import example, fusions
+from . import fusions
 from .batches import Batches
 from .budgeting import Budget
 from .budgets import Target
@@ -162,18 +162,14 @@ def make_plan(
         trace = record(model, example_input, settings.outputs)
         found = fusions.find(trace)  # before the first walk: they give nodes another meaning
         relations = discover(trace, attention=settings.attention)
-        chooser = planner(trace, relations, settings, trained, found)
-        chooser.example_input = example_input
+        chooser = planner(trace, relations, settings, example_input, trained, found)
         if settings.importance == "reconstruction" and batches is not None:
             chooser.reconstruction = Reconstruction(
                 trace, relations, batches, attention=settings.attention
             )
         if settings.target is not None:
             chooser.budget = Budget(settings.target, trace, relations, example_input)
-        made = chooser.plan()
-        made._example = example.as_json(example_input)
-        made._input = example_input
-        return made
+        return chooser.plan()
 
 
 @contextlib.contextmanager

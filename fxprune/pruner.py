@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import chosen
 from .check import check_model
 from .errors import ModelError, PlanError, PruningWarning, SettingError, warn
 from .fold import Folds
 from .importance import resolve
+from .indices import Malformed
 from .kept import composed
 from .mask import is_masked
 from .optimizer_state import check_optimizers, cuts, install, regroup
@@ -23,7 +25,7 @@ from .owed import Owed, Widths, since
 from .planning import plan
 from .proof import prove
 from .pruning_plan import PruningPlan
-from .replanning import OTHER, chosen, plan_again
+from .restoring import restore
 from .rewrite import Journal, apply_with_journal, make_parameter, undoing
 from .running import read_attribute
 from .schedules import shares
@@ -117,8 +119,7 @@ class Pruner:
         self.history: list[PrunerStep] = []
         self.plan: PruningPlan | None = None
         self._choices: list[dict[str, Any] | None] = []
-        first = self._plan_nothing()
-        self._widths, self._plain = Widths(first), first.settings
+        self._widths = Widths(self._plan_nothing())
 
     def _plan_nothing(self) -> PruningPlan:
         """What groups there are; it costs no data, and says early what cannot be."""
@@ -152,6 +153,7 @@ class Pruner:
         choice = None
         if made is not None and made.kept:
             kept = self._composed(made, self.kept)
+            what = chosen.as_json(made, with_example=False)
             if self.verify:
                 for model in self._models:
                     small, _ = apply_with_journal(
@@ -161,7 +163,7 @@ class Pruner:
             with undoing() as journal:
                 folds = [self._folds(made, model) for model in self._models]
                 biases = self._commit(made, folds, {}, journal)
-            choice = chosen(made) | {"biases": biases}
+            choice = {"chosen": what, "biases": biases}
             self.kept, self.plan = kept, made
             self._widths = self._widths.after(made)
         self._choices.append(choice)
@@ -251,23 +253,40 @@ class Pruner:
         """
         if self.history:
             raise SettingError("load into a new Pruner, of the model before the first step")
+        if not isinstance(state, dict) or state.keys() != {"choices", "history", "kept"}:
+            raise PlanError("this is no state of Pruner.state_dict()")
         kept: dict[str, dict[int, Tensor]] = {}
         widths = self._widths
-        patterns = self.settings.get("patterns", ())
-        with undoing() as journal:
-            for choice in state["choices"]:
-                if choice is None:
-                    continue
-                made = plan_again(self.model, self.example_input, choice, self._plain, patterns)
-                kept = self._composed(made, kept)
-                folds = [Folds() for _ in self._models]
-                self._commit(made, folds, choice["biases"], journal)
-                widths = widths.after(made)
-            if not _same(kept, state["kept"]):
-                raise PlanError(f"the pruner's state {OTHER}")
+        try:
+            with undoing() as journal:
+                for choice in state["choices"]:
+                    if choice is None:
+                        continue
+                    made = self._restored(choice)
+                    kept = self._composed(made, kept)
+                    folds = [Folds() for _ in self._models]  # constants come with the weights
+                    self._commit(made, folds, choice["biases"], journal)
+                    widths = widths.after(made)
+                if not _same(kept, state["kept"]):
+                    raise PlanError("other channels are left than were then")
+        except (PlanError, Malformed) as error:
+            raise PlanError(
+                "the pruner's state was saved for another model, or with other settings of "
+                f"patterns: {error}. Build the model as it was before anything was pruned, and "
+                "give the same settings"
+            ) from error
         self.kept, self._widths = kept, widths
         self.history = [PrunerStep(**step) for step in state["history"]]
         self._choices = list(state["choices"])
+
+    def _restored(self, choice: Any) -> PruningPlan:
+        """A plan that was made before, for the model as it is now, whose weights do not matter."""
+        if not isinstance(choice, dict) or choice.keys() != {"chosen", "biases"}:
+            raise Malformed("a step is recorded in a way that nobody knows")
+        found = chosen.Chosen.from_json(choice["chosen"])
+        found.check(self.model)
+        patterns = self.settings.get("patterns", ())
+        return restore(self.model, found, self.example_input, patterns=patterns, folding=False)
 
     def __repr__(self) -> str:
         of = "" if self.steps is None else f" of {self.steps}"

@@ -98,12 +98,11 @@ class PruningPlan:
     _replay: Replay = field(repr=False)
     _units: list[np.ndarray] = field(repr=False)  # of each group that is not frozen
     _walk: type[Constants] = field(repr=False)
+    _example_input: Any = field(repr=False)
     _mixes: dict[str, Mix] = field(default_factory=dict, repr=False)  # of a calibration
     target: Reached | None = None
     _budget: Any = field(default=None, repr=False)
     _calibration: str = field(default="", repr=False)  # which tells it from all others
-    _example: Any = field(default=None, repr=False)  # input, as text
-    _input: Any = field(default=None, repr=False)  # that it was made on
 
     @cached_property
     def graph(self) -> nx.Graph:

@@ -23,6 +23,9 @@ from .pruning_plan import PruningPlan
 from .running import tensors_of
 from .settings import Settings
 
+# How units were chosen is over, and nothing asks for it.
+UNKNOWN: Any = dict.fromkeys(("sparsity", "ignore", "importance", "scope", "round_to"))
+
 Reason = tuple[str, str | None, np.ndarray | None]
 
 
@@ -108,7 +111,7 @@ def restore(
         return Restorer(*args, chosen=chosen, folding=folding, reasons=reasons or [])
 
     settings = Settings(
-        sparsity=0.0, bias=chosen.bias, exact=chosen.exact, attention=chosen.attention,
+        **UNKNOWN, bias=chosen.bias, exact=chosen.exact, attention=chosen.attention,
         outputs=chosen.outputs,
     )  # fmt: skip
     try:

@@ -39,7 +39,7 @@ class Settings:
     exact: bool = False
     attention: str = "heads"
     outputs: Any = None
-    rounding: str = ""  # what "auto" has come to, and why
+    rounding: str | None = None  # what "auto" has come to, and why
 
 
 def checked(given: Settings) -> Settings:
@@ -124,7 +124,7 @@ def matches(key: Any, path: str, module: nn.Module) -> bool:
 def check_names(model: nn.Module, settings: Settings) -> None:
     """Every key of ``ignore``, and of settings that are mappings, has to mean something."""
     modules = modules_of(model)
-    keys = {"ignore": settings.ignore}
+    keys = {"ignore": settings.ignore or ()}
     for setting in ("sparsity", "min_width", "max_sparsity"):
         if isinstance(given := getattr(settings, setting), Mapping):
             keys[setting] = tuple(given)

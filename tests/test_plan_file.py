@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 import fxprune
+from fxprune import plan_file
+from fxprune.describing import describe
 
 from .oracle import awake, difference, run, state
 from .snapshot import Snapshot
@@ -38,6 +40,44 @@ def path(tmp_path):
                          ids=str)  # fmt: skip
 def test_it_does_the_same_to_other_weights(name, settings, path):
     build, x = CASES[name]
+    holds_for_other_weights(build, x, settings, path)
+
+
+class Normed(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
+            nn.Conv2d(32, 48, 3, padding=1), nn.BatchNorm2d(48), nn.GELU(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(48, 4),
+        )  # fmt: skip
+
+
+REACHED = {"measure": "params", "original": 2.0, "asked": 1.0, "got": 1.0, "least": 0.5}
+WAYS = {
+    "expected": {"bias": "expected"},
+    "params": {"target": fxprune.Target(params=0.6)},
+    "macs": {"target": fxprune.Target(macs=0.5), "bias": "expected"},
+    "global": {"scope": "global", "max_sparsity": {"0": 0.5}},
+    "isomorphic": {"scope": "isomorphic", "sparsity": 0.6, "min_width": 20},
+    "importance by group": {"importance": {"0": "l1", "*": "lamp"}},
+    "importance by numbers": {"importance": {"0": torch.arange(32.0), "*": "fpgm"}},
+    "a criterion": {"importance": fxprune.importance.Taylor(
+        [(images(2), torch.tensor([0, 1]))], loss=nn.functional.cross_entropy)},
+    "sparsity by type": {"sparsity": {nn.Conv2d: 0.25}, "ignore": "3"},
+    "auto": {"round_to": "auto"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_however_units_were_chosen(way, path):
+    plan, again = holds_for_other_weights(Normed, images(2), WAYS[way], path)
+    assert plan.kept and again.target == plan.target
+    about, wanted = describe(again), describe(plan)
+    assert about["parameters"] == wanted["parameters"] and about["macs"] == wanted["macs"]
+    assert all(wanted["settings"][name] == v for name, v in about["settings"].items())
+
+
+def holds_for_other_weights(build, x, settings, path):
     plan = fxprune.plan(awake(build()), x, **settings)
     plan.save(path)
     other = awake(build(), seed=3)
@@ -53,6 +93,8 @@ def test_it_does_the_same_to_other_weights(name, settings, path):
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[key], t) for key, t in theirs.items())
     assert difference(run(again.mask(other), x), run(plan.mask(other), x)) == 0
+    assert difference(run(again.apply(again.mask(other)), x), run(wanted, x)) < 1e-9
+    return plan, again
 
 
 def test_what_it_makes_can_be_saved_and_pruned_again(tmp_path, path):
@@ -155,6 +197,15 @@ def test_any_byte_that_changes_is_told(path):
         data[rng.randrange(len(data) - 1)] ^= 1 << rng.randrange(8)
         bad.write_bytes(whole[: rng.randrange(len(whole) - 1)] if i % 4 == 0 else data)
         with pytest.raises(fxprune.FileError):
+            fxprune.PruningPlan.load(bad, model)
+    about = json.loads(whole)
+    del about["sha256"]
+    for key, value in (("rounding", 3), ("target", {}), ("target", {"measure": "params"}),
+                       ("target", {**REACHED, "measure": "x"}),
+                       ("target", {**REACHED, "got": "1"})):  # fmt: skip
+        wrong = {**about, key: value}
+        bad.write_text(json.dumps({**wrong, "sha256": plan_file._sum(wrong)}))
+        with pytest.raises(fxprune.FileError, match=r"target|text"):
             fxprune.PruningPlan.load(bad, model)
     ours = '{"fxprune": "plan"'
     for text in ("", "[]", "{}", ours + "}", ours + ', "schema": 9}', "[" * 9999):

@@ -162,16 +162,25 @@ def test_kept_leads_back_to_the_indices_before_the_first_step(kind):
     assert (2 in grouped) == (kind == "shuffled")
 
 
-@pytest.mark.parametrize("kind", [*MODELS, "everything", "no biases"])
+CHOSEN = {
+    "expected": {"bias": "expected"},
+    "drop": {"bias": "drop", "scope": "global", "importance": {"0": "l1", "*": "lamp"}},
+    "calibrated": {"calibration": [IMAGE], "importance": "reconstruction"},
+    "auto": {"round_to": "auto", "sparsity": {nn.Conv2d: 0.75}},
+    "target": {"target": fxprune.Target(params=0.5), "steps": 1, "schedule": "once"},
+}
+
+
+@pytest.mark.parametrize("kind", [*MODELS, "everything", "no biases", *CHOSEN])
 def test_a_saved_state_makes_a_new_model_and_its_optimizer_as_small(kind):
-    build, x = {"everything": (everything, X), "no biases": (no_biases, ROWS)}.get(kind) or (
-        lambda: awake(MODELS[kind][0]()), MODELS[kind][1]
-    )  # fmt: skip
+    known = {"everything": (everything, X), "no biases": (no_biases, ROWS)}
+    known |= {name: (lambda b=b: awake(b()), x) for name, (b, x) in MODELS.items()}
+    build, x = known.get(kind, (conv_net, IMAGE))
+    settings = {"schedule": "linear", "steps": 3, **CHOSEN.get(kind, {"exact": True})}
 
     def start():
         net = build().train()
         optimizer = torch.optim.AdamW(net.parameters(), 0.01)
-        settings = {"schedule": "linear", "steps": 3, "exact": True}
         return net, optimizer, fxprune.Pruner(net, x, optimizer=optimizer, **settings)
 
     torch.manual_seed(0)
@@ -214,6 +223,11 @@ def test_a_state_of_another_model_is_refused_and_nothing_changes():
     wrong = {**state, "kept": {**state["kept"], "0.weight": {0: torch.arange(8)}}}
     with pytest.raises(PlanError, match="saved for another model"):
         twin.load_state_dict(wrong)
+    older = {"units": 9, "removed": torch.arange(2), "biases": {}}
+    for wrong in (torch.optim.SGD(twin.model.parameters()).state_dict(), {}, None,
+                  {**state, "choices": [older]}, {**state, "choices": [3]}):  # fmt: skip
+        with pytest.raises(PlanError, match="state"):
+            twin.load_state_dict(wrong)
     assert before.differences() == []
 
 

@@ -72,10 +72,10 @@ def show(view: RenderableType) -> None:
     Console(width=None if sys.stdout.isatty() else 120).print(view)
 
 
-def sizes(parameters: list[int], macs: list[int] | None) -> str:
+def sizes(parameters: list[int], macs: list[int]) -> str:
     """Parameters and multiply-accumulates before and after."""
     lines = [("parameters", parameters)]
-    if macs is not None and macs[0]:
+    if macs[0]:
         lines.append(("multiply-accumulates", macs))
     wide = max(len(f"{before:,}") for _, (before, _) in lines)
     return "\n".join(

@@ -45,10 +45,9 @@
 
   function total(title, pair, unit) {
     const box = make("div", { class: "total" }, make("span", { class: "small" }, title));
-    if (pair === null || pair[0] === 0) {
-      const why = pair === null ? "the plan has no input to count them on"
-        : "PyTorch's counter knows none of the operations";
-      box.append(make("b", {}, "not counted"), make("span", { class: "small" }, why));
+    if (pair[0] === 0) {
+      box.append(make("b", {}, "not counted"),
+        make("span", { class: "small" }, "PyTorch's counter knows none of the operations"));
       return box;
     }
     const [before, after] = pair;
@@ -184,7 +183,7 @@
     panel.append(listed(layer.tensors.map(([name, before, after]) => [
       make("code", {}, name), ` ${(before ?? ["new"]).join("×")}`,
       after && String(before) !== String(after) ? ` → ${after.join("×")}` : ""])));
-    if (layer.macs && layer.macs[0]) {
+    if (layer.macs[0]) {
       panel.append(make("p", { class: "soft" }, `${layer.macs.map(short).join(" → ")} multiply-accumulates`));
     }
     const relations = [...layer.groups.map((g) => [layer.makes ? "makes" : "uses", g]),
