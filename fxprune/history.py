@@ -148,8 +148,7 @@ def note(
         code=code,
         run=chosen.as_json(plan) if code else None,
     )
-    before = steps(model)
-    return as_texts(before if step == Step() else _merged([*before, step]))
+    return as_texts(_merged([*steps(model), step]))
 
 
 def kept_of(plan: Any) -> dict[str, dict[int, Indices]]:

@@ -303,5 +303,4 @@ def _remember(plan: Any, change: Change, model: nn.Module, journal: Journal) -> 
     for module in model.modules():
         if STEPS in vars(module):
             journal.drop(vars(module), STEPS)
-    if history:  # where nothing could go, the model stays as it was
-        journal.attribute(model, STEPS, history)
+    journal.attribute(model, STEPS, history)

@@ -101,6 +101,29 @@ def test_what_was_pruned_is_made_of_the_original_again(name, chosen, path):
     assert all(p.grad is not None for p in loaded.parameters())
 
 
+class Normed(ViewLiteral):
+    """Its forward is written anew, and its constants come from a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Sequential(self.a, nn.BatchNorm2d(8))
+
+
+@pytest.mark.parametrize("build, x", [MODELS["residual"], (Normed, images(2))],
+                         ids=["residual", "code"])  # fmt: skip
+@pytest.mark.parametrize("chosen", [
+    {"bias": "expected"}, {"target": fxprune.Target(params=0.7)}, {"scope": "global"},
+    {"importance": {"*": "l1"}, "sparsity": {nn.Conv2d: 0.5}},
+    {"calibration": "x", "importance": "reconstruction"},
+], ids=lambda chosen: next(iter(chosen)))  # fmt: skip
+def test_however_units_were_chosen(build, x, chosen, path):
+    if "calibration" in chosen:
+        chosen = {**chosen, "calibration": [x]}
+    small = fxprune.prune(awake(build()), x, **chosen)
+    assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in build().parameters())
+    trip(small, lambda: build().double(), path, x)
+
+
 @pytest.mark.parametrize("kind", [*CODE, *ATTRIBUTES], ids=lambda kind: kind.__name__)
 def test_forwards_that_hold_sizes_are_written_again(kind, path):
     small = fxprune.prune(awake(kind()), images(2))
