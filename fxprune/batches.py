@@ -6,12 +6,11 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from . import tree
 from .errors import InputError, SettingError
-from .running import tensors_of
+from .running import device_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -44,7 +43,7 @@ class Batches:
         # What can be gone through once only is kept; a data loader is asked again.
         self._given = list(itertools.islice(given, limit)) if isinstance(given, Iterator) else given
         self._limit, self._example = limit, example_input
-        self._device = next((t.device for t in tensors_of(model).values()), torch.device("cpu"))
+        self._device = device_of(model)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._taken():

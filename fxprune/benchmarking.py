@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from . import tree
 from .errors import InputError, ModelError, SettingError
-from .running import bind_inputs, copy_model, evaluating
+from .running import bind_inputs, copy_model, count_parameters, device_of, evaluating
 
 MODES = ("eager", "compile", "cuda_graph")
 _BLOCK = 0.01  # seconds that one timed block of runs takes at least
@@ -152,7 +152,7 @@ def benchmark(
         PruningError: a setting means nothing here, or a model does not run; the message says why.
     """
     if device is None:
-        device = _device_of(before)
+        device = device_of(before) if isinstance(before, nn.Module) else "cpu"
     where = _check(mode, device, dtype, channels_last, threads, seconds)
     threads = torch.get_num_threads() if threads is None else threads
     args, kwargs = _moved(bind_inputs(example_input), where, dtype, channels_last)
@@ -189,8 +189,7 @@ def macs(model: nn.Module, example_input: Any) -> int:
 def macs_by_module(model: nn.Module, example_input: Any) -> tuple[int, dict[str, int]]:
     """The same, and that of each module by its name."""
     args, kwargs = bind_inputs(example_input)
-    with evaluating(model), torch.no_grad():
-        counter = _counted(model, args, kwargs)
+    counter = _counted(model, args, kwargs)
     top = f"{type(model).__name__}."
     found = {
         name.removeprefix(top): sum(flops.values()) // 2
@@ -204,7 +203,8 @@ def _counted(model: nn.Module, args: Any, kwargs: Any) -> Any:
     from torch.utils.flop_counter import FlopCounterMode
 
     with (
-        _without_fast_path(),
+        evaluating(model),  # without the fast path of attention, which is no op that it knows
+        torch.no_grad(),
         sdpa_kernel(SDPBackend.MATH),
         FlopCounterMode(display=False) as counter,
     ):
@@ -214,7 +214,7 @@ def _counted(model: nn.Module, args: Any, kwargs: Any) -> Any:
 
 def _size(model: nn.Module, args: Any, kwargs: Any) -> tuple[int, int]:
     work = _counted(model, args, kwargs).get_total_flops() // 2
-    return work, sum(p.numel() for p in model.parameters())
+    return work, count_parameters(model)
 
 
 # -- settings -------------------------------------------------------------------------------------
@@ -245,11 +245,6 @@ def _check(
     if mode == "cuda_graph" and where.type != "cuda":
         raise SettingError(f"mode='cuda_graph' needs a CUDA device; this is {str(where)!r}")
     return where
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    tensors = (*model.parameters(), *model.buffers()) if isinstance(model, nn.Module) else ()
-    return next((t.device for t in tensors), torch.device("cpu"))
 
 
 def _copy(
@@ -287,17 +282,6 @@ def _threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _without_fast_path() -> Iterator[None]:
-    """Attention as one kernel is no op that the counter knows."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextlib.contextmanager

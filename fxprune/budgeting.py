@@ -10,7 +10,7 @@ import numpy as np
 
 from . import benchmarking
 from .budgets import CLOSE, Measure, Reached, Target, show
-from .counting import Lengths, Term, multiply_accumulates, parameters
+from .counting import Lengths, Term, multiply_accumulates, parameters, product_of
 from .discover import Relations
 from .errors import warn
 from .fold import Folds
@@ -85,12 +85,10 @@ class Budget:
 
     def _bias(self, path: str) -> Term:
         """A bias that a layer gets: one number for each of its outputs."""
-        for axis in self.relations.sources:
-            if axis.role == "out" and axis.name.rpartition(".")[0] == path:
-                numbers = self.lengths.of(axis.labels())
-                fixed = [n for n, at in zip(axis.shape, numbers, strict=True) if at is None]
-                return Term(float(np.prod(fixed)), tuple(at for at in numbers if at is not None))
-        return Term(0.0, ())
+        axis = self.relations.maker(path)
+        if axis is None:
+            return Term(0.0, ())
+        return product_of(zip(axis.shape, self.lengths.of(axis.labels()), strict=True))
 
     def reached(self, plan: Any) -> Reached:
         """What a plan comes to, with all that it folds."""

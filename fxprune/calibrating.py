@@ -8,7 +8,6 @@ before the run goes on: so later layers see what the earlier ones have become.
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from .constants import Constants
 from .errors import SettingError
 from .fold import Mix, mixed, placed, sink_of
 from .mask import bake
+from .progress import tracking
 from .pruning_plan import PruningPlan
 from .readers import Everything, Reader, Run, find_readers, live_weight
 from .reference import Counting, tensor_nodes
@@ -100,13 +100,6 @@ class Calibration:
             fit.error, fit.samples, fit.ridge,
         )  # fmt: skip
 
-    def _bar(self) -> Any:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        console = Console(stderr=True)
-        return Progress(console=console, transient=True, disable=not sys.stderr.isatty())
-
 
 class Parallel(Calibration):
     """One pass of the model as it is: every layer is calibrated as if it were the only one."""
@@ -116,9 +109,8 @@ class Parallel(Calibration):
         readers = [r for rs in self.readers.values() for r in rs if bool(r.read.dead.any())]
         sums = {r.name: self.sums(r, same=True) for r in readers}
         module = self.plan._trace.on(self.model).graph_module()
-        with self._bar() as bar:
-            task = bar.add_task("calibrating", total=None)
-            for batch in batches:
+        with tracking("calibrating") as tracked:
+            for batch in tracked(batches):
                 run = Run(module, batch)
                 for node in self.graph.nodes:
                     for reader in self.readers.get(node, ()):
@@ -126,7 +118,6 @@ class Parallel(Calibration):
                         if x is not None:
                             sums[reader.name].add(x, x, run.inputs)
                     run.step(node)
-                bar.advance(task)
         for reader in readers:
             found = self.fit(reader, sums.pop(reader.name))
             if found is not None:
@@ -144,12 +135,11 @@ class Sequential(Calibration):
         counting = Counting(plan, model, apply(plan, model)) if plan.approximate else None
         counted = set() if counting is None else set(counting.nodes)
         modules = [plan._trace.on(m).graph_module() for m in (model, masked)]
-        with evaluating(masked), self._bar() as bar:
+        nodes = self.graph.nodes
+        with evaluating(masked), tracking("calibrating", len(nodes)) as tracked:
             before, after = modules
             runs = [(Run(before, batch), Run(after, batch)) for batch in batches]
-            for node in bar.track(
-                self.graph.nodes, len(self.graph.nodes), description="calibrating"
-            ):
+            for node in tracked(nodes):
                 if node.op == "output":
                     break
                 for reader in self.readers.get(node, ()):

@@ -13,7 +13,7 @@ from . import benchmarking
 from .errors import PlanError
 from .kept import tensor_dim
 from .recording import uses_of
-from .running import tensors_of
+from .running import count_parameters, tensors_of
 
 _BINS = 24
 
@@ -40,7 +40,7 @@ def describe(plan: Any, model: nn.Module | None = None, small: nn.Module | None 
     return {
         "model": type(model).__name__,
         "settings": {k: _words(v) for k, v in vars(plan.settings).items() if v is not None},
-        "parameters": [_count(model), _count(small)],
+        "parameters": [count_parameters(m) for m in (model, small)],
         "macs": [macs, fewer],
         "groups": _groups(plan, homes, [layer["path"] for layer in layers]),
         "layers": layers,
@@ -172,10 +172,6 @@ def _layers(
 
 def _unique(items: Iterable[int]) -> list[int]:
     return list(dict.fromkeys(items))
-
-
-def _count(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
 
 
 def _words(value: Any) -> Any:

@@ -88,6 +88,11 @@ class Relations:
         """The unit class of each slice of a parameter axis, in the shape of its dimensions."""
         return self.classes[axis.first : axis.first + axis.size].reshape(axis.shape)
 
+    def maker(self, path: str) -> SourceAxis | None:
+        """The axis of the outputs of the layer at ``path``."""
+        axes = (a for a in self.sources if a.role == "out" and a.name.rpartition(".")[0] == path)
+        return next(axes, None)
+
 
 def discover(trace: Trace, *, attention: str = "heads") -> Relations:
     """Which slices hang together in a recorded run."""

@@ -90,14 +90,7 @@ def keep_masks(plan: Any, folds: Folds) -> dict[str, Tensor]:
 
 def live_rows(plan: Any, path: str) -> Tensor:
     """For each output of the layer at ``path``, whether it is not masked."""
-    axis = next(
-        (
-            a
-            for a in plan._relations.sources
-            if a.role == "out" and a.name.rpartition(".")[0] == path
-        ),
-        None,
-    )
+    axis = plan._relations.maker(path)
     return torch.ones(()) > 0 if axis is None else ~plan.flags("removed", axis).reshape(-1)
 
 

@@ -20,7 +20,7 @@ from .code import CannotRewrite, Code, rewrite
 from .constants import Constants
 from .discover import Relations
 from .faults import Fault
-from .fold import folds
+from .fold import Folds, folds
 from .orders import Mismatch
 from .owed import Owed
 from .pruning_plan import PruningPlan
@@ -289,11 +289,7 @@ class Planner:
         """Find units that have to be silent, units that cannot go, and carriers."""
         while True:
             self.carriers[:] = False
-            constants = self.constants(
-                self.trace, self.relations, self.removed, self.silent, self.trace.model,
-                attention=self.settings.attention,
-            )  # fmt: skip
-            constants.run()
+            constants = self._walked()
             if not constants.lost:
                 if self.settings.exact and self.settings.bias == "propagate":
                     self._choose_carriers(constants)
@@ -303,11 +299,23 @@ class Planner:
             units = np.concatenate([u for u, _ in constants.lost])
             if not self._lost(units, constants.lost[0][1]):
                 return False
-        self.folds = folds(
+        self.folds = self._folded(constants)
+        return True
+
+    def _walked(self) -> Constants:
+        """The second walk, run."""
+        constants = self.constants(
+            self.trace, self.relations, self.removed, self.silent, self.trace.model,
+            attention=self.settings.attention,
+        )  # fmt: skip
+        constants.run()
+        return constants
+
+    def _folded(self, constants: Constants) -> Folds:
+        return folds(
             constants, self.carriers, self.relations.classes, self.trace.model,
             bias=self.settings.bias, exact=self.settings.exact,
         )  # fmt: skip
-        return True
 
     def _lost(self, units: np.ndarray, where: str) -> bool:
         """Units that no constant can stand for: silent ones say nothing; False where that is not

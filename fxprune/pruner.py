@@ -27,7 +27,7 @@ from .proof import prove
 from .pruning_plan import PruningPlan
 from .restoring import restore
 from .rewrite import Journal, apply_with_journal, make_parameter, undoing
-from .running import read_attribute
+from .running import count_parameters, read_attribute
 from .schedules import shares
 
 _SETTINGS = [*inspect.signature(plan).parameters][2:]
@@ -167,8 +167,8 @@ class Pruner:
             self.kept, self.plan = kept, made
             self._widths = self._widths.after(made)
         self._choices.append(choice)
-        parameters = sum(p.numel() for p in self.model.parameters())
-        self.history.append(PrunerStep(self.sparsity, parameters, self._widths.by_name()))
+        left = count_parameters(self.model)
+        self.history.append(PrunerStep(self.sparsity, left, self._widths.by_name()))
         return self.sparsity
 
     @property
@@ -291,10 +291,9 @@ class Pruner:
     def __repr__(self) -> str:
         of = "" if self.steps is None else f" of {self.steps}"
         done = min(len(self.history), self.steps or len(self.history))
-        parameters = sum(p.numel() for p in self.model.parameters())
         return (
             f"Pruner({type(self.model).__name__}, step {done}{of}, "
-            f"{self.sparsity:.1%} of the units gone, {parameters:,} parameters)"
+            f"{self.sparsity:.1%} of the units gone, {count_parameters(self.model):,} parameters)"
         )
 
 

@@ -15,12 +15,12 @@ from .chosen import Chosen, main_dtype
 from .compacting import AsTheyAre
 from .constants import Constants
 from .errors import InputError, PlanError, SettingError
-from .fold import Folds, folds
+from .fold import Folds
 from .pattern_types import Pattern
 from .planner import Planner
 from .planning import make_plan
 from .pruning_plan import PruningPlan
-from .running import tensors_of
+from .running import device_of
 from .settings import Settings
 
 # How units were chosen is over, and nothing asks for it.
@@ -65,15 +65,7 @@ class Restorer(Planner):
         self.silent, self.carriers = (self.known[key].copy() for key in ("silent", "carriers"))
         self.folds = Folds()
         if self.folding:
-            constants = self.constants(
-                self.trace, self.relations, self.removed, self.silent, self.trace.model,
-                attention=self.settings.attention,
-            )  # fmt: skip
-            constants.run()
-            self.folds = folds(
-                constants, self.carriers, self.relations.classes, self.trace.model,
-                bias=self.settings.bias, exact=self.settings.exact,
-            )  # fmt: skip
+            self.folds = self._folded(self._walked())
         return True
 
     def _freeze_classes(self, classes: np.ndarray, reason: str, where: str, line: str) -> None:
@@ -133,8 +125,7 @@ def _example(model: nn.Module, chosen: Chosen) -> Any:
             "the example input of then is too large or too special to be in the file, and "
             f"{type(model).__name__} has to run once; pass example_input="
         )
-    device = next((t.device for t in tensors_of(model).values()), torch.device("cpu"))
-    args, kwargs = examples.from_json(chosen.example, device)
+    args, kwargs = examples.from_json(chosen.example, device_of(model))
     dtype: Any = getattr(torch, main_dtype(model) or "float32")
 
     def cast(t: torch.Tensor) -> torch.Tensor:

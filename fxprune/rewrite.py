@@ -236,10 +236,8 @@ def _made_by_masks(plan: Any, model: nn.Module) -> list[tuple[str, str]]:
 
 def _rows_of(plan: Any, path: str, bias: Tensor) -> Tensor:
     """A bias's entries for the outputs that are left of its layer's weight."""
-    for axis in plan._relations.sources:
-        if axis.role == "out" and axis.name.rpartition(".")[0] == path:
-            return bias.reshape(-1)[plan._replay.order[axis.first].reshape(-1)]
-    return bias
+    axis = plan._relations.maker(path)
+    return bias if axis is None else bias.reshape(-1)[plan._replay.order[axis.first].reshape(-1)]
 
 
 def _carried(weight: Tensor, carry: Carry) -> Tensor:

@@ -88,6 +88,15 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
+def count_parameters(model: nn.Module) -> int:
+    """How many numbers the parameters hold."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next((t.device for t in tensors_of(model).values()), torch.device("cpu"))
+
+
 def tensor_names(module: nn.Module) -> list[str]:
     """Parameters and buffers as the code of a module and its parts reads them: absent ones too, and
     parametrized ones by their own name."""

@@ -13,6 +13,7 @@ import fxprune as library
 
 from .. import benchmarking, proof
 from ..describing import describe
+from ..running import count_parameters
 from . import known, telling
 from .options import WRITE, Job, job, of_a_model, of_a_plan, settings
 from .telling import Steps, told
@@ -124,7 +125,7 @@ def compact(as_json: bool, output: Path | None, ignore: tuple[str, ...], **given
         small = library.compact(task.model, task.example, ignore=ignore)
         step("count")
         models = (task.model, small)
-        parameters = [sum(p.numel() for p in m.parameters()) for m in models]
+        parameters = [count_parameters(m) for m in models]
         macs = [benchmarking.macs(m, task.example) for m in models]
         saved = _saved(small, output)
     if as_json:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..running import count_parameters
 from .mistakes import Mistake
 
 LIBRARIES = ("torchvision", "timm", "transformers")
@@ -118,7 +119,7 @@ def _transformers(name: str, arguments: dict[str, Any]) -> nn.Module:
             raise Mistake(f"{name} is not the class of one kind of model; name one that is")
         config, build = made.config_class(**arguments), made
     with torch.device("meta"):
-        number = sum(p.numel() for p in build(config).parameters())
+        number = count_parameters(build(config))
     _check_memory(name, number)
     return build(config)
 
