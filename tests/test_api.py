@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
+import inspect
 import re
 from pathlib import Path
 
 import fxprune
+from fxprune.settings import Settings
 
 from . import public_api
 
@@ -19,6 +22,12 @@ def test_the_public_interface_is_the_one_that_is_written_down():
     changes = "\n".join(difflib.unified_diff(pinned.splitlines(), found.splitlines(), "pinned",
                                              "found", lineterm="", n=8))  # fmt: skip
     assert not changes, f"\n{changes}\nIf this is meant: make api"
+
+
+def test_settings_have_the_defaults_of_plan():
+    given = inspect.signature(fxprune.plan).parameters
+    own = {f.name: f.default for f in dataclasses.fields(Settings) if f.name != "rounding"}
+    assert own == {name: given[name].default for name in own}
 
 
 def test_all_exports_exist_in_order():
