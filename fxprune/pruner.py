@@ -271,9 +271,8 @@ class Pruner:
                     raise PlanError("other channels are left than were then")
         except (PlanError, Malformed) as error:
             raise PlanError(
-                "the pruner's state was saved for another model, or with other settings of "
-                f"patterns: {error}. Build the model as it was before anything was pruned, and "
-                "give the same settings"
+                f"the pruner's state was saved for another model, or with other patterns: {error}. "
+                "Build the model as it was before anything was pruned, and give the same settings"
             ) from error
         self.kept, self._widths = kept, widths
         self.history = [PrunerStep(**step) for step in state["history"]]
@@ -281,7 +280,8 @@ class Pruner:
 
     def _restored(self, choice: Any) -> PruningPlan:
         """A plan that was made before, for the model as it is now, whose weights do not matter."""
-        if not isinstance(choice, dict) or choice.keys() != {"chosen", "biases"}:
+        form = isinstance(choice, dict) and choice.keys() == {"chosen", "biases"}
+        if not form or not isinstance(choice["biases"], dict):
             raise Malformed("a step is recorded in a way that nobody knows")
         found = chosen.Chosen.from_json(choice["chosen"])
         found.check(self.model)

@@ -225,7 +225,8 @@ def test_a_state_of_another_model_is_refused_and_nothing_changes():
         twin.load_state_dict(wrong)
     older = {"units": 9, "removed": torch.arange(2), "biases": {}}
     for wrong in (torch.optim.SGD(twin.model.parameters()).state_dict(), {}, None,
-                  {**state, "choices": [older]}, {**state, "choices": [3]}):  # fmt: skip
+                  *({**state, "choices": [c]} for c in (older, 3, {"chosen": {}, "biases": {}}, {
+                      **state["choices"][0], "biases": None}))):  # fmt: skip
         with pytest.raises(PlanError, match="state"):
             twin.load_state_dict(wrong)
     assert before.differences() == []
