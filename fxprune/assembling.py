@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import nn
 
 from . import configs, groups, kept
 from .announced import announced
 from .call import node_name
 from .code import Borrowed
 from .errors import warn
+from .places import places
 from .probe import probed
 from .pruning_plan import ChannelGroup, PruningPlan
 from .replay import Replay
@@ -96,12 +98,30 @@ def _configure(planner: Planner, result: PruningPlan, replay: Replay) -> None:
     numbers = configs.attributes(model) | result.attributes
     for path, values in replay.module_sizes.items():
         numbers |= {f"{path}.{key}": value for key, value in values.items()}
-    found = configs.truthful(model, shapes, numbers, replay.widths(), fixed)
-    if found is None:
-        note = "it cannot say how wide the pruned model is: save the whole module"
-        result.notes.append(("config", note))
+    found = configs.truthful(model, shapes, numbers, replay.widths(), asked, fixed)
+    if found and not isinstance(found, str):
+        found = _unsaid(model, result) or found
+    if isinstance(found, str):
+        result.notes.append(("config", f"it cannot describe the pruned model: {found}"))
+        warn(
+            f"the configuration of {type(model).__name__} cannot describe the pruned model "
+            f"({found}): from_pretrained will not give it back; use fxprune.save"
+        )
     else:
         result.attributes |= found
+
+
+def _unsaid(model: nn.Module, result: PruningPlan) -> str:
+    """What of the pruned model no configuration says, though all its widths were right."""
+    for path in result.code:
+        return f"{path or 'the model'} gets a forward of its own"
+    for shift in result._folds.shifts:
+        if not shift.name:
+            return f"{shift.path} gets a bias, which bias='drop' would not make"
+    for name, place in places(model).items():
+        if name in result.kept and not place.persistent:
+            return f"of {name} a part is kept, and it would be computed anew"
+    return ""
 
 
 def _channel_group(planner: Planner, group: groups.Group) -> ChannelGroup:

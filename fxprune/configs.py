@@ -1,14 +1,16 @@
 """Configurations that tell the truth afterwards: ``model.config.hidden_size`` and the like.
 
 Nothing is known of any configuration. A model that is built from ``config`` alone is built again,
-without memory, with new widths in the place of the old ones, and compared with the pruned one.
+without memory, with new widths in the place of the old ones, and compared with the pruned one: its
+shapes, and the numbers that its code goes by. A scale of attention, say, that is computed from a
+width stays what it was in a pruned model, and would come out otherwise in one that is built.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
@@ -25,19 +27,22 @@ def truthful(
     shapes: Mapping[str, tuple[int, ...]],
     numbers: Mapping[str, Any],
     widths: Iterable[tuple[int, int]],
-    fixed: Iterable[str],
-) -> dict[str, Any] | None:
+    read: Collection[str],
+    fixed: Collection[str],
+) -> dict[str, Any] | str:
     """Values for the integers of ``model.config`` with which its class makes the pruned model.
 
     Args:
         shapes: of the pruned model's state dict.
         numbers: of its modules' attributes (:func:`attributes`).
         widths: (old, new) of everything that shrinks.
-        fixed: names of integers that have to stay, for the model's code reads them as it runs.
+        read: names of the integers that the model's code reads as it runs: they have to come out
+            right, as do all other numbers, of which nobody knows whether they are read.
+        fixed: those of them that have to stay.
 
     Returns:
-        ``{"config.hidden_size": 32, …}``; None where no values do. Empty where the model is not
-        made of its configuration.
+        ``{"config.hidden_size": 32, …}``; where no values do, what is wrong with the best. Empty
+        where the model is not made of its configuration.
     """
     config = getattr(model, "config", None)
     if not hasattr(config, "__dict__"):
@@ -48,37 +53,42 @@ def truthful(
     new: dict[int, set[int]] = {}
     for before, after in widths:
         new.setdefault(before, set()).add(after)
-    fixed = set(fixed)
     proposals = {
         place: next(iter(new[value])) for place, value in _integers(config)
         if len(new.get(value, ())) == 1 and place[0] not in fixed
     }  # fmt: skip
 
-    def wrong(values: Mapping[Place, int]) -> int | None:
-        """How many attributes come out other than in the pruned model; None for other shapes."""
+    def wrong(values: Mapping[Place, int]) -> tuple[list[str], int] | None:
+        """Of attributes that come out other than in the pruned model, those that matter, and the
+        number of the rest; None for other shapes."""
         built = _build(model, config, values)
         if built is None or built[0] != shapes:
             return None
-        return sum(built[1].get(name, value) != value for name, value in numbers.items())
+        differ = {k: built[1][k] for k, v in numbers.items() if built[1].get(k, v) != v}
+        matter = [k for k, v in differ.items() if type(v) is not int or k in read]
+        return [f"{k} would be {differ[k]}, not {numbers[k]}" for k in matter], len(differ)
 
+    why = "no numbers in it give its widths"
     for chosen in _subsets(proposals):
         best = wrong(chosen)
-        if best is None:
+        if best is None or best[0]:
+            why = best[0][0] if best else why
             continue
         for place in list(chosen):  # what does not have to change stays
             rest = {p: v for p, v in chosen.items() if p != place}
             without = wrong(rest)
-            if without is not None and without <= best:
+            if without is not None and not without[0] and without <= best:
                 chosen, best = rest, without
         return _values(config, chosen)
-    return None
+    return why
 
 
 def attributes(model: nn.Module) -> dict[str, Any]:
     """Numbers among the attributes of the model's modules, by dotted name."""
     return {
-        f"{path}.{key}": value for path, module in model.named_modules()
-        for key, value in vars(module).items() if type(value) in (int, float)
+        f"{path}.{key}" if path else key: value for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if type(value) in (bool, int, float) and key != "training"
     }  # fmt: skip
 
 

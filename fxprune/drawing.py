@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from .container import speaking_of
 from .describing import axes_kept, group_of_axis, owner
 from .errors import SettingError
 
@@ -28,7 +29,8 @@ def draw(plan: Any, path: str | os.PathLike[str] | None = None) -> Any:
     picture = graphviz.Source(source(plan))
     if path is not None:
         try:
-            Path(path).write_bytes(picture.pipe(format=kind))
+            with speaking_of(path):
+                Path(path).write_bytes(picture.pipe(format=kind))
         except graphviz.ExecutableNotFound as error:
             raise SettingError(
                 "Graphviz's program dot is not on the PATH: install the package graphviz of your "

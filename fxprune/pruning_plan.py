@@ -232,6 +232,7 @@ class PruningPlan:
 
         Raises:
             PlanError: the plan does not fit the model: it has been pruned in place since, perhaps.
+            FileError: the page cannot be written there.
         """
         from . import html
 
@@ -250,6 +251,7 @@ class PruningPlan:
 
         Raises:
             SettingError: the graphviz package, or its program ``dot``, is not there.
+            FileError: the picture cannot be written there.
         """
         from . import drawing
 

@@ -34,7 +34,10 @@ def table(plan: Any) -> str:
         why = group.frozen or ("approximate: counts in " + ", ".join(group.approximate[:2])
                                if group.approximate and len(group.removed) else "")  # fmt: skip
         view.add_row(group.name, str(layers), width, scores, why)
-    console = Console(width=_WIDTH, file=io.StringIO(), color_system=None)
+    # Names are the model's own: "[red]" and ":on:" are no markup.
+    console = Console(
+        width=_WIDTH, file=io.StringIO(), color_system=None, markup=False, emoji=False
+    )
     console.print(view)
     pruned = sum(len(g.removed) > 0 for g in plan.groups)
     console.print(

@@ -124,6 +124,24 @@ def test_json_is_all_that_stdout_has():
     assert call("inspect", NET, "--input", "1,4,8,8", "--json", status=2)
 
 
+class Chatty(Net):
+    def forward(self, x):
+        print("what a model says")
+        return super().forward(x)
+
+
+def test_what_a_model_prints_is_not_in_what_was_asked_for():
+    result = CliRunner().invoke(program, ["prune", f"{HERE}:Chatty", *SHAPE, "--json"])
+    assert json.loads(result.stdout)["model"] == "Chatty"
+    assert "what a model says" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--html", "--draw"])
+def test_a_place_that_cannot_be_written_is_told(option, tmp_path):
+    path = tmp_path / f"{'x' * 300}.svg"  # longer than a name may be
+    assert "xxx.svg: " in call("inspect", NET, *SHAPE, option, path, status=2)
+
+
 def test_prune_says_what_went_and_that_it_is_proved():
     said = call("prune", NET, *SHAPE)
     assert "2 groups of Net pruned" in said and "proved: differs" in said

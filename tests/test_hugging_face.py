@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import fxprune
 from fxprune.proof import largest_error, prove
@@ -116,15 +117,77 @@ def test_an_encoder_and_a_decoder_shrink_where_only_the_logits_are_asked_for():
     torch.manual_seed(0)
     model = awake(t5())
     inputs = {**IDS, "decoder_input_ids": IDS["input_ids"][:, :4]}
-    plan = fxprune.plan(model, inputs, outputs="logits")
+    # The tied head's input is scaled by the stream's width, that of before.
+    with pytest.warns(fxprune.PruningWarning, match="model_dim would be 16, not 32"):
+        plan = fxprune.plan(model, inputs, outputs="logits")
     small = plan.apply(model)
-    assert small.shared.embedding_dim == 16 and small.config.d_ff == 24
+    assert small.shared.embedding_dim == 16
+    assert small.encoder.block[0].layer[1].DenseReluDense.wi.out_features == 24
     assert prove(plan, model, small, inputs) < 1e-6
 
 
 def test_a_configuration_that_cannot_tell_is_left_and_noted():
     torch.manual_seed(0)
     model = awake(bert())
-    plan = fxprune.plan(model, IDS, sparsity={"*layer.0.intermediate*": 0.5})
+    with pytest.warns(fxprune.PruningWarning, match="use fxprune.save"):
+        plan = fxprune.plan(model, IDS, sparsity={"*layer.0.intermediate*": 0.5})
     assert plan.apply(model).config.intermediate_size == 48
     assert any(what == "config" for what, _ in plan.notes)
+
+
+def gemma():
+    config = transformers.GemmaConfig(**TEXT, num_key_value_heads=2, head_dim=8)
+    return transformers.GemmaForCausalLM(config)
+
+
+def neox():
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**TEXT))
+
+
+@pytest.mark.parametrize(
+    ("build", "attention", "why"),
+    [
+        (gemma, "heads", "scalar_embed_scale"),  # the root of the stream's width
+        (bert, "head_dim", "scaling would be"),  # of attention: the root of a head's width
+        (neox, "heads", "lm_head gets a bias"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_no_configuration_of_the_right_widths_stands_for_another_function(
+    build, attention, why, tmp_path
+):
+    torch.manual_seed(0)
+    model = awake(build())
+    with pytest.warns(fxprune.PruningWarning, match=why):
+        small = fxprune.prune(model, IDS, attention=attention)
+    small.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="size"):
+        type(model).from_pretrained(tmp_path)
+
+
+def test_of_numbers_that_differ_those_that_the_code_reads_decide():
+    class Config:
+        def __init__(self):
+            self.width, self.heads = 16, 4
+
+    class Split(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.config, self.heads = config, config.heads  # nobody reads heads
+            self.size = config.width // config.heads
+            self.q, self.k, self.v = (nn.Linear(6, config.width) for _ in "qkv")
+            self.out = nn.Linear(config.width, 3)
+
+        def forward(self, x):
+            q, k, v = (f(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
+                       for f in (self.q, self.k, self.v))  # fmt: skip
+            x = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+            return self.out(x.transpose(1, 2).flatten(2))
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 6).double()
+    small = fxprune.prune(awake(Split(Config())), x)
+    assert (small.config.width, small.config.heads, small.size) == (8, 2, 4)
+    again = Split(small.config).double()
+    again.load_state_dict(small.state_dict())
+    assert torch.equal(again(x), small(x))

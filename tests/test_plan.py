@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import networkx as nx
 import pytest
 import torch
@@ -119,6 +121,14 @@ def test_round_to_gives_multiples_and_never_more_than_there_were(round_to, left)
 
 
 # -- reports -------------------------------------------------------------------------------------
+
+
+def test_the_table_takes_no_name_for_markup():
+    names = ["[bold]a[/bold]", "[/b]", ":smile:", "[red"]
+    layers = {n: nn.Linear(8, 8) for n in names}
+    model = nn.Sequential(OrderedDict(layers))
+    shown = str(fxprune.plan(model, torch.randn(2, 8)))
+    assert all(name in shown for name in names)
 
 
 def test_the_table_fits_a_terminal_and_names_every_layer_with_its_widths():

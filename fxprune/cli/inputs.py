@@ -31,7 +31,10 @@ def dtype(name: str) -> torch.dtype:
 
 def example(texts: Sequence[str]) -> Any:
     """Random inputs of the given shapes: a tuple, or a mapping where they have names."""
-    made = [_one(text) for text in texts]
+    try:
+        made = [_one(text) for text in texts]
+    except RuntimeError as error:  # PyTorch's for what memory cannot hold
+        raise Mistake(f"--input cannot be made: {_first_line(error)}") from error
     names = [name for name, _ in made]
     if any(names) and not all(names):
         raise Mistake("--input: give names to all inputs or to none")

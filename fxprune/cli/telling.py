@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import traceback
@@ -13,12 +14,13 @@ import click
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ..errors import InputError, PruningError, PruningWarning, SettingError
+from ..errors import FileError, InputError, PruningError, PruningWarning, SettingError
 from .mistakes import Mistake
 
 
 class Steps:
-    """A bar on a terminal's stderr that says which of the steps is at work."""
+    """A bar on a terminal's stderr that says which of the steps is at work. What the model's own
+    code prints meanwhile goes there too: stdout is for what was asked for."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -34,9 +36,12 @@ class Steps:
 
     def __enter__(self) -> Steps:
         self._bar.start()
+        self._prints = contextlib.redirect_stdout(sys.stderr)
+        self._prints.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._prints.__exit__(*error)
         self._bar.stop()
 
 
@@ -57,7 +62,7 @@ def told(command: Callable[..., Any]) -> Callable[..., Any]:
                     traceback.print_exc()
                 if isinstance(error, click.ClickException):
                     raise
-                mistake = isinstance(error, (InputError, SettingError))
+                mistake = isinstance(error, (FileError, InputError, SettingError))
                 kind = Mistake if mistake else click.ClickException  # whose exit status is 1
                 raise kind(str(error)) from error
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from ..container import speaking_of
 from ..describing import describe
 
 
@@ -32,7 +33,9 @@ def page(plan: Any, model: nn.Module | None = None, small: nn.Module | None = No
 
 
 def write(plan: Any, path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
-    Path(path).write_text(page(plan, model), encoding="utf-8")
+    text = page(plan, model)
+    with speaking_of(path):
+        Path(path).write_text(text, encoding="utf-8")
 
 
 def _part(name: str) -> str:
