@@ -6,9 +6,10 @@ state.
     python benchmarks/training.py --json training.json --plot training.png
 
 The network "clothes" of real.py learns Fashion-MNIST from its beginning, with AdamW and with SGD
-with momentum, at a constant learning rate. After ``--at`` steps half of its channels go: all at
-once, or with ``--prunings 10`` a tenth of them at a time, ten steps apart. There are three ways
-from there, with the same weights and the same batches:
+with momentum, at a learning rate that falls to 0 from step to step: while it is high, the accuracy
+jumps by ten points within ten steps. After ``--at`` steps half of the channels go: all at once, or
+with ``--prunings 10`` a tenth of them at a time, ten steps apart. There are three ways from there,
+with the same weights and the same batches:
 
 * not pruned;
 * state cut: ``fxprune.Pruner`` cuts the optimizer's state as it cuts the parameters;
@@ -59,11 +60,16 @@ class Run:
 
 
 def train(
-    model: nn.Module, optimizer: Optimizer, batches: Iterator[tuple[Tensor, Tensor]]
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Iterator[tuple[int, tuple[Tensor, Tensor]]],
+    steps: int,
 ) -> list[float]:
     model.train()
     losses = []
-    for images, labels in batches:
+    for step, (images, labels) in batches:
+        for group in optimizer.param_groups:
+            group["lr"] = optimizer.defaults["lr"] * (1 - step / steps)
         loss = F.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
@@ -79,11 +85,11 @@ def runs(
     torch.manual_seed(seed)
     model = ConvNet()
     optimizer = OPTIMIZERS[name](model)
-    first = train(model, optimizer, islice(data.batches(seed), at))
+    first = train(model, optimizer, islice(enumerate(data.batches(seed)), at), steps)
     found = []
     for way in WAYS:
         net, its = copy.deepcopy((model, optimizer))
-        batches, losses = islice(data.batches(seed), at, steps), list(first)
+        batches, losses = islice(enumerate(data.batches(seed)), at, steps), list(first)
         if way != "not pruned":
             pruner = fxprune.Pruner(
                 net, data.test[0][:2], optimizer=its, sparsity=sparsity, schedule="linear",
@@ -94,8 +100,8 @@ def runs(
                 if way == "state new":
                     pruner.optimizers = [its := OPTIMIZERS[name](net)]
                 if i < prunings - 1:
-                    losses += train(net, its, islice(batches, APART))
-        losses += train(net, its, batches)
+                    losses += train(net, its, islice(batches, APART), steps)
+        losses += train(net, its, batches, steps)
         size = sum(p.numel() for p in net.parameters())
         found.append(Run(name, way, seed, size, data.accuracy(net), losses))
     return found

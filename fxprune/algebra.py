@@ -163,7 +163,8 @@ class Algebra(Meanings):
 
     def _member(self, call: Call, name: str) -> Named | None:
         path, _, key = name.rpartition(".")
-        owner = call.module.get_submodule(path) if path else call.module
+        module = self.trace.modules[call.path]  # whose tensors the trace has names for
+        owner = module.get_submodule(path) if path else module
         try:
             value = read_from(owner, key)
         except AttributeError:

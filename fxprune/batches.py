@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import tree
 from .errors import InputError, SettingError
-from .running import device_of
+from .running import describe, device_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -64,6 +64,9 @@ class Batches:
         empty = True
         for batch in itertools.islice(self._given, self._limit):
             empty = False
+            found = list(tree.tensors(dict(batch) if hasattr(batch, "keys") else batch))
+            if found and not any(t.numel() for t in found):
+                raise InputError(f"{self._name}: a batch, {describe(batch)}, holds no sample")
             yield batch
         if empty:
             raise SettingError(

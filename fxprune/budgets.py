@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from numbers import Real
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any
 
 from .errors import SettingError
@@ -71,7 +71,7 @@ class Target:
         elif isinstance(value, Real) and not isinstance(value, bool):
             if 0 < float(value) < 1:
                 return float(value) * original
-            absolute = isinstance(value, int) if self.measure == "params" else True
+            absolute = isinstance(value, Integral) if self.measure == "params" else True
             if self.measure != "latency" and absolute and 1 < float(value) < float("inf"):
                 return float(value)
         whole = {"params": "an integer above 1", "macs": "a number above 1",
@@ -80,6 +80,15 @@ class Target:
             f"{self.measure}={value!r} is neither a fraction in (0, 1) of the original's nor "
             f"{whole}"
         )
+
+    def towards(self, original: float, share: float) -> Target:
+        """A share of the way from ``original`` to this target."""
+        left = original - (original - self.goal(original)) * share
+        if self.measure == "latency":
+            return replace(self, latency=f"{left}s")
+        if self.measure == "macs":
+            return replace(self, macs=max(2.0, left))
+        return replace(self, params=max(2, round(left)))
 
     def __repr__(self) -> str:
         return f"Target({self.measure}={getattr(self, self.measure)!r})"

@@ -48,7 +48,7 @@ class Constants(Algebra):
     relations: of the first walk.
     removed: for each unit class, whether a mask switches it off.
     silent: for each unit class, whether the mask takes its biases too.
-    model: where parameter values are read.
+    model: where modules and parameter values are read.
     """
 
     masked = True  # whether removed units are masked, or dead as they are
@@ -75,6 +75,7 @@ class Constants(Algebra):
         self._silent = torch.from_numpy(silent[relations.classes])
         self._zeroed = torch.where(self._removed, 0.0, torch.nan).double()
         self._tensors = trace.on(model)
+        self.modules = self._tensors.modules  # those of the trace may have been pruned since
         self.reads: list[Read] = []
         self.lost: list[tuple[np.ndarray, str]] = []  # units whose constant no layer can take
         # Of each norm that makes slices alike in mean and spread, the tensor it knows theirs by.

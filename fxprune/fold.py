@@ -147,7 +147,8 @@ def mixed(weight: Tensor, mix: Mix) -> Tensor:
     flat = mix.axis.flat(weight)
     seen = placed(flat, mix.order)
     matrix = mix.matrix.to(flat.device)
-    folded = (matrix.transpose(1, 2) @ seen.to(matrix.dtype)).to(weight.dtype)
+    with torch.autocast(weight.device.type, enabled=False):  # it becomes weights
+        folded = (matrix.transpose(1, 2) @ seen.to(matrix.dtype)).to(weight.dtype)
     index = mix.index.to(flat.device)[:, :, None].expand(-1, -1, seen.shape[2])
     found = torch.zeros_like(seen).scatter_(1, index, folded)
     if mix.order is not None:
@@ -259,7 +260,8 @@ def delta_of(
     left = "".join(letters[d] for d in range(len(axis.view)) if d not in kernel)
     right = "".join(letters[d] for d in axis.dims)
     out = "".join(letters[d] for d in makes)
-    delta = torch.einsum(f"{left},{right}->{out}", w, constant.to(w))
+    with torch.autocast(w.device.type, enabled=False):  # it becomes a bias
+        delta = torch.einsum(f"{left},{right}->{out}", w, constant.to(w))
     if read.out is not None:  # the rows of dead outputs are masked
         dead = constants.is_removed(read.out).to(delta.device)
         shape = [axis.view[d] if d in read.out.dims else 1 for d in makes]
@@ -319,7 +321,7 @@ def _absorbing_norm(constants: Constants, call):
     calls = [n for n in users[0].graph.nodes if n.op == "call_module" and n.target == path]
     if pattern is None or pattern.absorb is None or len(calls) != 1:
         return None
-    buffer = getattr(constants.modules[path], pattern.absorb, None)
+    buffer = getattr(constants.trace.modules[path], pattern.absorb, None)
     if buffer is None:
         return None
     return path, pattern.absorb, constants.trace.names[id(buffer)], -1.0

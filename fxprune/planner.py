@@ -156,10 +156,14 @@ class Planner:
         most = min(self._own(settings.max_sparsity, group), default=None)
         if most is None:
             most = 1.0 if settings.scope == "local" else MOST
+        most = self._of_now(settings.max_sparsity, group, most)
         least = [1, width - math.floor(most * width + 1e-9)]
         for given in self._own(settings.min_width, group):
-            whole = isinstance(given, Integral)
-            least.append(int(given) if whole else math.ceil(given * width - 1e-9))
+            if isinstance(given, Integral):
+                least.append(int(given))
+            else:
+                gone = self._of_now(settings.min_width, group, 1 - given)
+                least.append(math.ceil((1 - gone) * width - 1e-9))
         own = self.own[id(group)] if isinstance(settings.sparsity, Mapping) else None
         kind = structure(group, self.modules) if settings.scope == "isomorphic" else None
         choice, step = self._choice(group), self._step(group)
@@ -193,9 +197,12 @@ class Planner:
                 return 0.0, f"sparsity does not name {path}"
             fractions.append(found[0])
         fraction = min(fractions, default=0.0)
-        if isinstance(self.settings.sparsity, Owed):  # of what the group had at first
-            fraction = self.settings.sparsity.share(kept.members(group.axes), fraction)
-        return fraction, None
+        return self._of_now(self.settings.sparsity, group, fraction), None
+
+    def _of_now(self, setting: Any, group: groups.Group, fraction: float) -> float:
+        """What is to be gone of what a group had at first, as a share of what it has now."""
+        known = isinstance(setting, Owed)
+        return setting.share(kept.members(group.axes), fraction) if known else fraction
 
     def name(self, group: groups.Group) -> str:
         """The first layer that makes the channels; for those of the input, that reads them. Of

@@ -40,7 +40,10 @@ def largest_error(expected: list[Tensor], found: list[Tensor]) -> float:
 
 
 def tolerance(model: nn.Module) -> float:
-    kinds = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    parameters = [p for p in model.parameters() if p.is_floating_point()]
+    kinds = [p.dtype for p in parameters]
+    devices = {p.device.type for p in parameters}
+    kinds += [torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)]
     return max((TOLERANCE.get(kind, 1e-9) for kind in kinds), default=1e-9)
 
 

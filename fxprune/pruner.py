@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import chosen
+from .budgeting import Budget
 from .check import check_model
 from .errors import ModelError, PlanError, PruningWarning, SettingError, warn
 from .fold import Folds
@@ -29,6 +30,7 @@ from .restoring import restore
 from .rewrite import Journal, apply_with_journal, make_parameter, undoing
 from .running import count_parameters, read_attribute
 from .schedules import shares
+from .scope import MOST
 
 _SETTINGS = [*inspect.signature(plan).parameters][2:]
 
@@ -79,7 +81,8 @@ class Pruner:
         verify: prove each step, as :func:`fxprune.prune` does, before anything changes.
         settings: those of :func:`fxprune.plan`, used at each step for a new plan of the model as it
             is. A sparsity counts the units that a group had before the first step; with a ``scope``
-            in which groups lose more or less, it is what all have lost together.
+            in which groups lose more or less, it is what all have lost together. A ``target`` is
+            neared from the original: half of the way where the schedule has half of its sparsity.
 
     Attributes:
         kept: for each tensor that has changed, ``{dim: LongTensor}`` of the indices that are left
@@ -119,7 +122,9 @@ class Pruner:
         self.history: list[PrunerStep] = []
         self.plan: PruningPlan | None = None
         self._choices: list[dict[str, Any] | None] = []
-        self._widths = Widths(self._plan_nothing())
+        first = self._plan_nothing()
+        self._widths, target = Widths(first), settings.get("target")
+        self._budget = target and Budget(target, first._trace, first._relations, example_input)
 
     def _plan_nothing(self) -> PruningPlan:
         """What groups there are; it costs no data, and says early what cannot be."""
@@ -149,6 +154,10 @@ class Pruner:
         Raises:
             PruningError: and nothing has changed.
         """
+        with torch.inference_mode(False):  # what is made there cannot be trained
+            return self._step()
+
+    def _step(self) -> float:
         made = self._planned(len(self.history) + 1)
         choice = None
         if made is not None and made.kept:
@@ -182,13 +191,19 @@ class Pruner:
         """A new plan for the model as it is; None where nothing has to go."""
         share, before = self._share(number), self._share(number - 1) if number > 1 else 0.0
         settings = dict(self.settings)
-        if not share or ("target" in settings and number > 1):
+        if not share or (self._budget and share <= before):
             return None
         last, scope = self._last, settings.get("scope", "local")
-        if "target" not in settings and scope == "local":
+        bounds = {"max_sparsity": None if scope == "local" else MOST} | settings
+        for name in {"max_sparsity", "min_width"} & bounds.keys():
+            if bounds[name] is not None:
+                settings[name] = Owed(bounds[name], self._widths, 0.0)
+        if self._budget:
+            settings["target"] = self._budget.target.towards(self._budget.original, share)
+        elif scope == "local":
             wanted = _each(last, lambda s: s * share)
             settings["sparsity"] = Owed(wanted, self._widths, before / share)
-        elif "target" not in settings:  # the groups have lost more or less so far, and go on so
+        else:  # the groups have lost more or less so far, and go on so
             settings["sparsity"] = _each(last, lambda s: since(s * share, s * before))
         with warnings.catch_warnings(record=True) as caught:
             made = plan(self.model, self.example_input, **settings)
@@ -258,7 +273,7 @@ class Pruner:
         kept: dict[str, dict[int, Tensor]] = {}
         widths = self._widths
         try:
-            with undoing() as journal:
+            with torch.inference_mode(False), undoing() as journal:
                 for choice in state["choices"]:
                     if choice is None:
                         continue

@@ -132,7 +132,7 @@ def apply_with_journal(
         bake(model)
     check_fits(plan, model)
     journal = journal or Journal()
-    with torch.no_grad(), uncollected():
+    with torch.inference_mode(False), torch.no_grad(), uncollected():  # what is made can be trained
         change = build(plan, model, folds or plan.folds(model, mixes=not folded))
         if not inplace:
             tensor = plan._trace.on(model).tensor

@@ -84,15 +84,19 @@ def shares(
         steps = 1 if steps is None else steps
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise SettingError(f"steps={steps!r} is not a positive integer")
-        if steps > 1 and (schedule == "once" or "target" in settings):
-            why = "schedule='once'" if schedule == "once" else "a target"
-            raise SettingError(f"steps={steps}: {why} takes one step")
+        if steps > 1 and schedule == "once":
+            raise SettingError(f"steps={steps}: schedule='once' takes one step")
         return steps, last, _NAMED[schedule](steps)
     for name, value in {"steps": steps, **settings}.items():
         if name in ("steps", "sparsity", "target") and value is not None:
             raise SettingError(f"{name}={value!r}: the schedule says that itself")
     if callable(schedule):
-        return None, 1.0, schedule
+
+        def checked(number: int) -> float:
+            _check_fractions([share := schedule(number)])
+            return share
+
+        return None, 1.0, checked
     if not isinstance(schedule, Sequence) or not len(schedule):
         raise SettingError(f"schedule={schedule!r} is no name, function or sequence of sparsities")
     values = tuple(schedule)

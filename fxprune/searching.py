@@ -83,7 +83,8 @@ class Options:
     @cached_property
     def _prices(self) -> np.ndarray:
         scores = np.sort(self.choice.scores)
-        return scores / max(abs(scores.mean()), 1e-30)
+        finite = scores[np.isfinite(scores)]  # infinite: it stays, whatever that costs
+        return scores / max(abs(finite.mean()) if len(finite) else 1.0, 1e-30)
 
 
 class Search:

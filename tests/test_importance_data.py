@@ -293,6 +293,8 @@ def breaks(*_):
     (lambda: Activation([IMAGES[:, :2]]), fxprune.InputError, "does not run"),
     (lambda: Taylor(iter([]), **LOSS), fxprune.SettingError, "batches has no batches"),
     (lambda: Taylor(IMAGES, **LOSS), fxprune.SettingError, "batches=Tensor is no iterable"),
+    (lambda: Taylor([(IMAGES[:0], LABELS[:0])], **LOSS), fxprune.InputError, "holds no sample"),
+    (lambda: Wanda([IMAGES[:0]]), fxprune.InputError, "holds no sample"),
     (lambda: Wanda(BATCHES, limit=0), fxprune.SettingError, "limit=0"),
     (lambda: Taylor(BATCHES, loss=lambda y, t: y), fxprune.SettingError, "a scalar tensor"),
     (lambda: Taylor(BATCHES, loss=lambda y, t: y.sum().detach()), fxprune.SettingError,

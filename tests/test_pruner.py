@@ -85,6 +85,45 @@ def test_many_steps_come_to_the_widths_of_one(settings):
     assert widths[0] == widths[1] and widths[0] != (16, 24)
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cubic"])
+@pytest.mark.parametrize("measure", ["params", "macs"])
+def test_a_target_is_neared_step_by_step(schedule, measure):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 4))
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    counted = {
+        "params": lambda: sum(p.numel() for p in net.parameters()),
+        "macs": lambda: sum(p.numel() for p in net.parameters() if p.dim() > 1) * len(ROWS),
+    }[measure]
+    original, x = counted(), ROWS[:, :1].float().expand(-1, 8)
+    pruner = fxprune.Pruner(
+        net, x, optimizer=optimizer, target=fxprune.Target(**{measure: 0.25}), schedule=schedule,
+        steps=3,
+    )  # fmt: skip
+    widths = []
+    for i in range(1, 5):
+        train(net, optimizer, x)
+        pruner.step()
+        share = {"linear": min(i / 3, 1), "cubic": 1 - (1 - min(i / 3, 1)) ** 3}[schedule]
+        assert counted() / original == pytest.approx(1 - 0.75 * share, rel=0.011)
+        widths.append(pruner.history[-1].widths)
+    assert widths[3] == widths[2]
+
+
+@pytest.mark.parametrize("bound", [{"max_sparsity": 0.6}, {"min_width": 0.4}, {}], ids=str)
+def test_bounds_count_the_units_that_there_were_at_first(bound):
+    net = conv_net()
+    with torch.no_grad():
+        net[3].weight.mul_(1e-3)  # all that goes would go here
+    pruner = fxprune.Pruner(
+        net, IMAGE, sparsity=0.6, scope="global", schedule="linear", steps=4, **bound
+    )
+    for _ in range(4):
+        pruner.step()
+    least = {"3": 24 * 0.4} if bound else {"3": 24 * 0.1}
+    assert least["3"] <= pruner.history[-1].widths["3"] < least["3"] + 1
+
+
 def test_a_step_for_less_than_a_unit_changes_nothing_and_says_nothing(recwarn):
     net = conv_net()
     pruner = fxprune.Pruner(net, IMAGE, schedule=[0.01, 0.02, 0.5])
@@ -330,6 +369,53 @@ def test_averages_have_the_biases_that_folding_makes_though_they_have_nothing_to
     assert plain.step() == 0.5
 
 
+@pytest.mark.parametrize("kind", [*MODELS, "depthwise"])
+def test_a_plan_goes_on_other_models_when_its_own_has_been_pruned(kind):
+    models = {**MODELS, "depthwise": (depthwise, IMAGE)}
+    build, x = models[kind]
+    torch.manual_seed(0)
+    net, other = awake(build()), awake(build(), seed=1)
+    plan = fxprune.plan(net, x)
+    small, masked = plan.apply(other), plan.mask(other)
+    pruner = fxprune.Pruner(net, x, also=[again := copy.deepcopy(other)])
+    pruner.step()
+    for found, wanted in ((again, small), (plan.apply(other), small), (plan.mask(other), masked)):
+        assert found.state_dict().keys() == wanted.state_dict().keys()
+        assert difference(run(found, x), run(wanted, x)) == 0
+
+
+def depthwise():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=8, bias=False), nn.BatchNorm2d(8), nn.Hardswish(),
+        nn.Conv2d(8, 6, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 1),
+    )  # fmt: skip
+
+
+def test_what_a_step_makes_where_nothing_has_a_gradient_can_be_trained():
+    net = conv_net()
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    train(net, optimizer, IMAGE)
+    pruner = fxprune.Pruner(net, IMAGE, optimizer=optimizer)
+    with torch.inference_mode():
+        pruner.step()
+        small = fxprune.prune(net, IMAGE)
+    train(net, optimizer, IMAGE)
+    train(small, torch.optim.SGD(small.parameters(), 0.1), IMAGE)
+
+
+@pytest.mark.parametrize("settings", [{}, {"exact": True}, {"calibration": [IMAGE.float()]}])
+def test_under_autocast_what_is_folded_is_as_precise_as_without(settings):
+    net = conv_net().float()
+    plan = fxprune.plan(net, IMAGE.float(), **settings)
+    wanted = plan.apply(net)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = plan.apply(net)
+        assert fxprune.Pruner(net, IMAGE.float(), **settings).step() == 0.5
+    pairs = zip(found.parameters(), wanted.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
 def test_a_model_in_training_mode_keeps_its_statistics_and_random_numbers():
     net = conv_net().train()
     net.insert(3, nn.Dropout())
@@ -443,6 +529,8 @@ def test_what_cannot_be_is_said_before_any_training():
         fxprune.Pruner(fxprune.plan(net, IMAGE).mask(net), IMAGE)
     with pytest.raises(SettingError, match="not a fraction"):
         fxprune.Pruner(net, IMAGE, schedule=lambda step: 1.0).step()
+    with pytest.raises(SettingError, match="sparsity=None is not a fraction"):
+        fxprune.Pruner(net, IMAGE, schedule=lambda step: None).step()
     pruner = fxprune.Pruner(net, IMAGE, steps=4)
     pruner.step()
     assert repr(pruner) == (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torchvision
@@ -312,6 +313,18 @@ def test_the_lowest_scores_go_within_each_group():
     for g in plan.groups:
         if len(g.removed):
             assert sorted(g.importance.argsort()[: len(g.removed)].tolist()) == g.removed.tolist()
+
+
+def test_scores_without_end_keep_a_unit_and_the_target(recwarn):
+    model, x = make("resnet18")
+    scores = {"layer3.0.conv1": torch.full((256,), torch.inf), "*": "l1"}
+    plan = fxprune.plan(model, x, importance=scores, scope="global", target=Target(params=0.5))
+    assert abs(plan.target.error) < 0.01 and "layer3.0.conv1.weight" in plan.kept
+    assert plan.kept["layer3.0.conv1.weight"].keys() == {1} and not recwarn
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert Target(params=np.int64(2000)).goal(4000) == Target(params=np.float32(0.5)).goal(4000)
 
 
 def test_reconstruction_shares_a_target_out_by_predicted_errors():
