@@ -79,6 +79,7 @@ class Constants(Algebra):
         self.lost: list[tuple[np.ndarray, str]] = []  # units whose constant no layer can take
         # Of each norm that makes slices alike in mean and spread, the tensor it knows theirs by.
         self.norms: dict[fx.Node, str | None] = {}
+        self.out_of_norms: dict[fx.Node, list[Channels]] = {}
 
     def removed(self, units: Tensor) -> Tensor:
         """For each label, whether the mask switches its unit off."""
@@ -304,6 +305,7 @@ class Constants(Algebra):
     def standardised(self, call, y, mean, deviation, variance):
         measured = [a.source.name for a in variance.axes if a.source] if variance else []
         self.norms[call.node] = measured[0] if len(measured) == 1 else None
+        self.out_of_norms.setdefault(call.node, []).append(y)
         return y
 
     def bordered(self, x: Channels) -> Channels:
