@@ -34,7 +34,7 @@ DRAWS = 16
 
 def expect(constants: Constants) -> None:
     """Have what a walk read tell the mean and the variance of its channels."""
-    axes = (a for several in constants.out_of_norms.values() for x in several for a in x.axes)
+    axes = (axis for norm in constants.norms.values() for axis in norm.y.axes)
     if not any(bool(constants.removed(axis.units).any()) for axis in axes):
         return
     walk = Expected(constants)
@@ -62,7 +62,6 @@ class Expected(Constants):
         super().__init__(*plain.given, attention=plain.attention)
         self.every = plain.every
         self._plainly = plain
-        self._ahead: list[Channels] = []  # what norms of this call made of the plain constants
         self._plain = _Table(1)
         self._drawn = _Table(DRAWS)
         self._points = normal_points(DRAWS)
@@ -87,8 +86,6 @@ class Expected(Constants):
     # -- where numbers come from ----------------------------------------------------------------
 
     def born(self, axis: SourceAxis, units: Tensor) -> Tensor:
-        if self._ahead:  # nobody asks
-            return torch.full(units.shape, torch.nan, dtype=torch.float64)
         values = super().born(axis, units)
         if axis.role in ("in", "out") or not axis.is_whole:
             return values  # 0 and NaN are their own entries
@@ -116,15 +113,7 @@ class Expected(Constants):
         )  # fmt: skip
         return replace(x, axes=tuple(axes))
 
-    def apply(self, call: Call) -> Any:
-        ahead, self._ahead = self._ahead, [*self._plainly.out_of_norms.get(call.node, ())]
-        result = super().apply(call)
-        self._ahead = ahead
-        return result
-
     def meet_constants(self, call, operands, touched, dims, shape, function):
-        if self._ahead:  # whatever goes into a norm
-            return None, False
         if function is not None:
             free = (
                 [d for d in range(len(shape)) if d not in dims] if function == call.replay else []
@@ -151,20 +140,37 @@ class Expected(Constants):
 
     # -- where draws come from ------------------------------------------------------------------
 
+    def apply(self, call: Call) -> Any:
+        norm = self._plainly.norms.get(call.node)
+        if norm is None or self._plainly.values[call.node] is not norm.y:
+            return super().apply(call)
+        # Whatever goes in, this comes out.
+        return self._draw(norm.y, norm.mean, norm.deviation, lambda c: self._entries(c[None]))
+
     def standardised(self, call, y, mean, deviation, variance):
+        return self._draw(y, mean, deviation, lambda constant: constant)
+
+    def _draw(
+        self,
+        y: Channels,
+        mean: Channels | None,
+        deviation: Channels | None,
+        entries: Callable[[Tensor], Tensor],
+    ) -> Channels:
         points = self._points[torch.from_numpy(self._order.permutation(DRAWS))]
         axes = []
-        for axis, plain in zip(y.axes, self._ahead.pop(0).axes, strict=True):
+        for axis in y.axes:
             shift, scale = self._unmasked(mean, axis, 0.0), self._unmasked(deviation, axis, 1.0)
-            masked = or_nan(plain)
-            says = ~self.removed(axis.units) | ~(masked.isnan() | self.is_silent(axis.units))
+            constant = or_nan(axis)
+            says = ~self.removed(axis.units) | ~(constant.isnan() | self.is_silent(axis.units))
             if shift is None or scale is None or not bool(says.any()):
-                constant = self._entries(masked[None])
+                constant = entries(constant)
             else:
-                constant = self._entries(torch.add(shift, scale * _column(points, scale)))
-                if not bool(says.all()):
-                    constant = torch.where(says, constant, self._entries(masked[None]))
-            axes.append(replace(axis, constant=constant, border=plain.border))
+                laid = points.reshape(-1, *[1] * scale.dim())
+                drawn = self._entries(torch.add(shift, scale * laid))
+                whole = bool(says.all())
+                constant = drawn if whole else torch.where(says, drawn, entries(constant))
+            axes.append(replace(axis, constant=constant))
         return replace(y, axes=tuple(axes))
 
     def _unmasked(self, vector: Channels | None, axis: Axis, absent: float) -> Tensor | None:
@@ -178,11 +184,6 @@ class Expected(Constants):
         source = own[0].source
         values = source.rows(self.read(source.name).double().cpu()).reshape(own[0].units.shape)
         return own[0].over(axis.dims, values).expand(axis.units.shape)
-
-
-def _column(points: Tensor, like: Tensor) -> Tensor:
-    """Laid out to meet draws of ``like``."""
-    return points.reshape(-1, *[1] * like.dim())
 
 
 class _Table:

@@ -190,8 +190,9 @@ def _quieten(result, constants, read, gone) -> None:
     """A batch norm that is all that reads the layer learns how much less its inputs vary, if
     channels vary independently."""
     users = list(read.call.node.users)
-    name = constants.norms.get(users[0]) if len(users) == 1 else None
-    once = list(constants.norms.values()).count(name) == 1
+    norm = constants.norms.get(users[0]) if len(users) == 1 else None
+    name = None if norm is None else norm.measured
+    once = [norm.measured for norm in constants.norms.values()].count(name) == 1
     if name is None or not once or bool(torch.isnan(read.variance).any()):
         return
     going = torch.where(gone, read.variance, 0.0)
@@ -256,11 +257,12 @@ def delta_of(
     rows = None
     if out is not None:  # the rows of dead outputs are masked
         dead = constants.is_removed(out).to(w.device)
-        if len(out.dims) == 1 and out.dims[0] not in axis.dims:
+        if len(out.dims) == 1 and out.dims[0] not in axis.dims and bool(dead.any()):
             rows = (~dead).nonzero().reshape(-1)
             w = w.index_select(out.dims[0], rows)
     w = w.float() if w.dtype.itemsize < 4 else w
-    w = w.square() if squared else w
+    if squared:
+        w = w.square() if rows is None else w.square_()
     kernel = [d for d in range(w.dim()) if d not in makes and d not in axis.dims]
     sizes = [axis.view[d] for d in kernel]
     constant = constant.to(w)[(..., *[None] * len(kernel))].expand(*constant.shape, *sizes)
