@@ -254,32 +254,31 @@ def delta_of(
     axis, out = read.axis, read.out
     makes = sorted(_making_dims(read))
     w = constants.read(axis.name).reshape(axis.view)
-    rows = None
-    if out is not None:  # the rows of dead outputs are masked
-        dead = constants.is_removed(out).to(w.device)
-        if len(out.dims) == 1 and out.dims[0] not in axis.dims and bool(dead.any()):
-            rows = (~dead).nonzero().reshape(-1)
-            w = w.index_select(out.dims[0], rows)
+    plain = out is not None and len(out.dims) == 1 and out.dims[0] not in axis.dims
+    row, rows = out.dims[0] if out is not None and plain else 0, None
+    dead = None if out is None else constants.is_removed(out).to(w.device)
+    if dead is not None and plain and bool(dead.any()):  # less to read
+        rows = (~dead).nonzero().reshape(-1)
+        w = w.index_select(row, rows)
     w = w.float() if w.dtype.itemsize < 4 else w
     if squared:
         w = w.square() if rows is None else w.square_()
     kernel = [d for d in range(w.dim()) if d not in makes and d not in axis.dims]
-    sizes = [axis.view[d] for d in kernel]
-    constant = constant.to(w)[(..., *[None] * len(kernel))].expand(*constant.shape, *sizes)
+    laid = constant.to(w).reshape(*constant.shape, *[1] * len(kernel))
+    laid = laid.expand(*constant.shape, *[axis.view[d] for d in kernel])
     letters = {d: chr(97 + d) for d in range(len(axis.view))}
     left = "".join(letters.values())
     right = "".join(letters[d] for d in [*axis.dims, *kernel])
     to = "".join(letters[d] for d in makes)
-    delta = torch.einsum(f"{left},...{right}->...{to}", w, constant)
-    lead = delta.dim() - len(makes)
+    delta = torch.einsum(f"{left},...{right}->...{to}", w, laid)
+    lead = delta.shape[: delta.dim() - len(makes)]
     if rows is not None:
-        at = lead + makes.index(out.dims[0])
-        whole = delta.new_zeros(*delta.shape[:lead], *[axis.view[d] for d in makes])
-        delta = whole.index_copy_(at, rows, delta)
-    elif out is not None:
+        whole = delta.new_zeros(*lead, *[axis.view[d] for d in makes])
+        delta = whole.index_copy_(len(lead) + makes.index(row), rows, delta)
+    elif out is not None and dead is not None:  # the rows of dead outputs are masked
         shape = [axis.view[d] if d in out.dims else 1 for d in makes]
         delta = torch.where(dead.reshape(shape), 0.0, delta)
-    return delta.reshape(*delta.shape[:lead], -1)
+    return delta.reshape(*lead, -1)
 
 
 def _making_dims(read: Read) -> set[int]:
