@@ -74,7 +74,7 @@ class Chosen:
         if outputs is not None and not _is_list_of(outputs, str):
             raise Malformed(f"outputs are {outputs!r}")
         if value["attention"] not in ("heads", "head_dim") or value["bias"] not in (
-            "propagate", "drop",
+            "propagate", "drop", "expected",
         ):  # fmt: skip
             raise Malformed("a run has settings that nobody knows")
         dtype = getattr(torch, value["dtype"], None) if value["dtype"] else None

@@ -57,6 +57,8 @@ def make_settings(
     importance.resolve(chosen)
     if round_to != "auto" and not (_is(int, round_to) and round_to > 0):
         raise SettingError(f"round_to={round_to!r} is not a positive integer, nor 'auto'")
+    if bias is None:  # a carrier emits what a masked channel does
+        bias = "propagate" if exact is True else "expected"
     if bias not in ("propagate", "drop", "expected"):
         raise SettingError(f"bias={bias!r} is unknown; use 'propagate', 'drop' or 'expected'")
     if not isinstance(exact, bool):

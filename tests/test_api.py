@@ -13,7 +13,7 @@ def test_public_signatures_are_pinned():
         "ignore: 'Iterable[Any] | str | type | nn.Module' = (), importance: 'Any' = 'l2', "
         "scope: 'str' = 'local', min_width: 'Any' = None, max_sparsity: 'Any' = None, "
         "round_to: \"int | Literal['auto']\" = 1, "
-        "bias: 'str' = 'propagate', "
+        "bias: 'str | None' = None, "
         "exact: 'bool' = False, "
         "attention: 'str' = 'heads', outputs: 'str | Iterable[str] | None' = None, "
         "patterns: 'Iterable[Pattern]' = (), calibration: 'Iterable[Any] | None' = None, "
