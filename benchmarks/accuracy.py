@@ -69,7 +69,7 @@ def drawn(seed: int) -> Callable[[list[Any]], np.ndarray]:
 # name: what fxprune.plan is told; a new line is a new column.
 VARIANTS: dict[str, Callable[[Real, int], dict[str, Any]]] = {
     "drop": lambda real, seed: {"bias": "drop"},
-    "propagate": lambda real, seed: {},
+    "propagate": lambda real, seed: {"bias": "propagate"},
     "expected": lambda real, seed: {"bias": "expected"},
     "exact": lambda real, seed: {"exact": True},
     "l1": lambda real, seed: {"importance": "l1"},

@@ -10,7 +10,8 @@ through its own interface, to remove half of the 8 channels that stand before th
   ``prune_bias=False``, its setting for biases that move on; ``prepare``, ``step``, ``prune``;
 * Torch-Pruning: ``BasePruner(..., pruning_ratio=0.5, ignored_layers=[last])``, L2 magnitude,
   ``step(interactive=True)``;
-* fxprune: ``fxprune.plan(model, x, sparsity=0.5)``, and the same with ``exact=True``.
+* fxprune: ``fxprune.plan(model, x, sparsity=0.5, bias="propagate")``, whose reference is the masked
+  network below, and the same with ``exact=True``.
 
 Which channels went is asked of the pruner: the masks of torch.ao, the groups of Torch-Pruning, the
 plan of fxprune. Equality is measured against the original network, on an input the pruner did not
@@ -234,7 +235,7 @@ def torch_pruning(case: Case, model: nn.Module, x: Tensor) -> tuple[nn.Module, R
 def fxprune_default(
     case: Case, model: nn.Module, x: Tensor, **settings: Any
 ) -> tuple[nn.Module, Removed]:
-    plan = fxprune.plan(model, x, sparsity=0.5, **settings)
+    plan = fxprune.plan(model, x, sparsity=0.5, bias="propagate", **settings)
     removed = {}
     for name, width in case.makers.items():
         rows = range(len(model.get_submodule(name).weight))
@@ -255,7 +256,7 @@ def fxprune_exact(case: Case, model: nn.Module, x: Tensor) -> tuple[nn.Module, R
 PRUNERS: dict[str, Callable[..., tuple[nn.Module, Removed]]] = {
     "torch.ao.pruning": torch_ao,
     "Torch-Pruning": torch_pruning,
-    "fxprune": fxprune_default,
+    'fxprune, bias="propagate"': fxprune_default,
     "fxprune, exact=True": fxprune_exact,
 }
 

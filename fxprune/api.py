@@ -28,7 +28,7 @@ def prune(
     min_width: Any = None,
     max_sparsity: Any = None,
     round_to: int | Literal["auto"] = 1,
-    bias: str = "propagate",
+    bias: str | None = None,
     exact: bool = False,
     attention: str = "heads",
     outputs: str | Iterable[str] | None = None,

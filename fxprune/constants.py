@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,15 @@ class Read:
     # Of all channels over the data of training, where that is asked for; NaN where not known.
     mean: Tensor | None = None
     variance: Tensor | None = None
+
+
+class Norm(NamedTuple):
+    """What makes slices alike in mean and spread; ``measured`` is the tensor it knows theirs by."""
+
+    y: Channels
+    mean: Channels | None
+    deviation: Channels | None
+    measured: str | None
 
 
 class Constants(Algebra):
@@ -78,8 +87,7 @@ class Constants(Algebra):
         self.modules = self._tensors.modules  # those of the trace may have been pruned since
         self.reads: list[Read] = []
         self.lost: list[tuple[np.ndarray, str]] = []  # units whose constant no layer can take
-        # Of each norm that makes slices alike in mean and spread, the tensor it knows theirs by.
-        self.norms: dict[fx.Node, str | None] = {}
+        self.norms: dict[fx.Node, Norm] = {}
 
     def removed(self, units: Tensor) -> Tensor:
         """For each label, whether the mask switches its unit off."""
@@ -304,7 +312,8 @@ class Constants(Algebra):
 
     def standardised(self, call, y, mean, deviation, variance):
         measured = [a.source.name for a in variance.axes if a.source] if variance else []
-        self.norms[call.node] = measured[0] if len(measured) == 1 else None
+        by = measured[0] if len(measured) == 1 else None
+        self.norms[call.node] = Norm(y, mean, deviation, by)
         return y
 
     def bordered(self, x: Channels) -> Channels:

@@ -34,16 +34,16 @@ DRAWS = 16
 
 def expect(constants: Constants) -> None:
     """Have what a walk read tell the mean and the variance of its channels."""
-    if not constants.norms:
+    axes = (axis for norm in constants.norms.values() for axis in norm.y.axes)
+    if not any(bool(constants.removed(axis.units).any()) for axis in axes):
         return
-    walk = Expected(*constants.given, attention=constants.attention)
-    walk.every = constants.every
+    walk = Expected(constants)
     walk.run()
     for read, drawn in zip(constants.reads, walk.reads, strict=True):
         values = walk.values_of(drawn.constant)
         unknown = torch.isnan(drawn.constant)
-        read.mean = torch.where(unknown, torch.nan, values.mean(0))
-        read.variance = torch.where(unknown, torch.nan, values.var(0, correction=0))
+        read.mean = values.mean(0).masked_fill_(unknown, torch.nan)
+        read.variance = values.var(0, correction=0).masked_fill_(unknown, torch.nan)
 
 
 def normal_points(count: int) -> Tensor:
@@ -58,8 +58,10 @@ class Expected(Constants):
     """Constants are numbers of entries here, so channels move as they always do, and functions are
     called on the values. 0 is zero, NaN none, -n the n-th plain number, n the n-th with draws."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, plain: Constants) -> None:
+        super().__init__(*plain.given, attention=plain.attention)
+        self.every = plain.every
+        self._plainly = plain
         self._plain = _Table(1)
         self._drawn = _Table(DRAWS)
         self._points = normal_points(DRAWS)
@@ -68,22 +70,26 @@ class Expected(Constants):
     def values_of(self, entries: Tensor) -> Tensor:
         """(draws, ...): what entries hold, with one draw where all are plain numbers."""
         index = entries.nan_to_num().long()
-        plain = self._plain.rows[:, (-index).clamp(min=0)]
+        plain = self._plain.at(-index)
         if not bool((index > 0).any()):
             return plain
-        return self._drawn.rows[:, index.clamp(min=0)].add_(plain)  # of which one is zero
+        return self._drawn.at(index).add_(plain)  # of which one is zero
 
     def _entries(self, values: Tensor) -> Tensor:
         """Entries that hold ``values`` (draws, ...); NaN where one of them is none."""
         sign, table = (-1, self._plain) if len(values) == 1 else (1, self._drawn)
         entries = sign * table.add(values.reshape(len(values), -1)).reshape(values.shape[1:])
-        entries = torch.where((values != 0).any(0), entries, 0.0)
-        return torch.where(values.isfinite().all(0), entries, torch.nan)
+        size = values.abs().sum(0)
+        entries.masked_fill_(size == 0, 0.0)
+        return entries.masked_fill_(~size.isfinite(), torch.nan)
 
     # -- where numbers come from ----------------------------------------------------------------
 
     def born(self, axis: SourceAxis, units: Tensor) -> Tensor:
-        return self._entries(super().born(axis, units)[None])
+        values = super().born(axis, units)
+        if axis.role in ("in", "out") or not axis.is_whole:
+            return values  # 0 and NaN are their own entries
+        return self._entries(values[None])
 
     def blank(self, call: Call, value: float | None) -> Channels:
         x = super().blank(call, value)
@@ -134,18 +140,37 @@ class Expected(Constants):
 
     # -- where draws come from ------------------------------------------------------------------
 
+    def apply(self, call: Call) -> Any:
+        norm = self._plainly.norms.get(call.node)
+        if norm is None or self._plainly.values[call.node] is not norm.y:
+            return super().apply(call)
+        # Whatever goes in, this comes out.
+        return self._draw(norm.y, norm.mean, norm.deviation, lambda c: self._entries(c[None]))
+
     def standardised(self, call, y, mean, deviation, variance):
+        return self._draw(y, mean, deviation, lambda constant: constant)
+
+    def _draw(
+        self,
+        y: Channels,
+        mean: Channels | None,
+        deviation: Channels | None,
+        entries: Callable[[Tensor], Tensor],
+    ) -> Channels:
         points = self._points[torch.from_numpy(self._order.permutation(DRAWS))]
         axes = []
         for axis in y.axes:
             shift, scale = self._unmasked(mean, axis, 0.0), self._unmasked(deviation, axis, 1.0)
-            says = ~self.removed(axis.units)
-            says |= ~torch.isnan(or_nan(axis)) & ~self.is_silent(axis.units)
-            if shift is not None and scale is not None and bool(says.any()):
-                constant = or_nan(axis).clone()
-                constant[says] = self._entries(shift[says] + scale[says] * points[:, None])
-                axis = replace(axis, constant=constant)
-            axes.append(axis)
+            constant = or_nan(axis)
+            says = ~self.removed(axis.units) | ~(constant.isnan() | self.is_silent(axis.units))
+            if shift is None or scale is None or not bool(says.any()):
+                constant = entries(constant)
+            else:
+                laid = points.reshape(-1, *[1] * scale.dim())
+                drawn = self._entries(torch.add(shift, scale * laid))
+                whole = bool(says.all())
+                constant = drawn if whole else torch.where(says, drawn, entries(constant))
+            axes.append(replace(axis, constant=constant))
         return replace(y, axes=tuple(axes))
 
     def _unmasked(self, vector: Channels | None, axis: Axis, absent: float) -> Tensor | None:
@@ -162,16 +187,21 @@ class Expected(Constants):
 
 
 class _Table:
-    """Columns of numbers, the first of them zeros; room for more is made in large steps."""
+    """Rows of numbers, the first of them zeros; room for more is made in large steps."""
 
-    def __init__(self, height: int) -> None:
-        self.rows = torch.zeros(height, 1024, dtype=torch.float64)
+    def __init__(self, width: int) -> None:
+        self._rows = torch.zeros(1024, width, dtype=torch.float64)
         self._count = 1
 
-    def add(self, columns: Tensor) -> Tensor:
-        """Where ``columns`` (height, n) are from now on: (n,)."""
-        first, self._count = self._count, self._count + columns.shape[1]
-        if self._count > self.rows.shape[1]:
-            self.rows = torch.cat([self.rows, self.rows.new_zeros(len(self.rows), self._count)], 1)
-        self.rows[:, first : self._count] = columns
+    def add(self, values: Tensor) -> Tensor:
+        """Where ``values`` (width, n) are from now on: (n,)."""
+        first, self._count = self._count, self._count + values.shape[1]
+        if self._count > len(self._rows):
+            self._rows = torch.cat([self._rows, self._rows.new_zeros(self._count, len(values))])
+        self._rows[first : self._count] = values.T
         return torch.arange(first, self._count, dtype=torch.float64)
+
+    def at(self, index: Tensor) -> Tensor:
+        """(width, ...): the values that are there; 0 where ``index`` is below 0."""
+        found = self._rows.index_select(0, index.clamp(min=0).reshape(-1))
+        return found.T.reshape(-1, *index.shape)

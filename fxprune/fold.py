@@ -95,7 +95,7 @@ def folds(
     classes: np.ndarray,
     model: nn.Module,
     *,
-    bias: str,
+    bias: str | None,
     exact: bool,
     skip: Container[str] = (),
 ) -> Folds:
@@ -191,13 +191,17 @@ def _quieten(result, constants, read, gone) -> None:
     """A batch norm that is all that reads the layer learns how much less its inputs vary, if
     channels vary independently."""
     users = list(read.call.node.users)
-    name = constants.norms.get(users[0]) if len(users) == 1 else None
-    once = list(constants.norms.values()).count(name) == 1
+    norm = constants.norms.get(users[0]) if len(users) == 1 else None
+    name = None if norm is None else norm.measured
+    once = [norm.measured for norm in constants.norms.values()].count(name) == 1
     if name is None or not once or bool(torch.isnan(read.variance).any()):
         return
-    before = delta_of(constants, read, read.variance, squared=True)
-    gone = delta_of(constants, read, torch.where(gone, read.variance, 0.0), squared=True)
-    share = torch.where(before > 0, gone / before, 0.0)
+    going = torch.where(gone, read.variance, 0.0)
+    if not bool(going.any()):
+        return
+    both = torch.stack([read.variance, going])
+    before, goes = delta_of(constants, read, both, squared=True)
+    share = torch.where(before > 0, goes / before, 0.0)
     path, _, attribute = name.rpartition(".")
     variance = constants.read(name)
     result.shifts.append(Shift(path, attribute, -share.to(variance) * variance, True, name))
@@ -246,27 +250,37 @@ def _carry(read: Read, constant: Tensor, alive: Tensor) -> Carry | None:
 def delta_of(
     constants: Constants, read: Read, constant: Tensor, *, squared: bool = False
 ) -> Tensor:
-    """What the constants add to each live output: Σ W · constant over columns and kernel; or what
-    variances add to that of the output: Σ W² · variance."""
-    axis = read.axis
+    """What constants (..., n) add to each live output: Σ W · constant over columns and kernel; or
+    what variances add to that of the output: Σ W² · variance."""
+    axis, out = read.axis, read.out
     makes = sorted(_making_dims(read))
     w = constants.read(axis.name).reshape(axis.view)
+    plain = out is not None and len(out.dims) == 1 and out.dims[0] not in axis.dims
+    row, rows = out.dims[0] if out is not None and plain else 0, None
+    dead = None if out is None else constants.is_removed(out).to(w.device)
+    if dead is not None and plain and bool(dead.any()):  # less to read
+        rows = (~dead).nonzero().reshape(-1)
+        w = w.index_select(row, rows)
     w = w.float() if w.dtype.itemsize < 4 else w
-    w = w.square() if squared else w
+    if squared:
+        w = w.square() if rows is None else w.square_()
     kernel = [d for d in range(w.dim()) if d not in makes and d not in axis.dims]
-    if kernel:
-        w = w.sum(kernel)
+    laid = constant.to(w).reshape(*constant.shape, *[1] * len(kernel))
+    laid = laid.expand(*constant.shape, *[axis.view[d] for d in kernel])
     letters = {d: chr(97 + d) for d in range(len(axis.view))}
-    left = "".join(letters[d] for d in range(len(axis.view)) if d not in kernel)
-    right = "".join(letters[d] for d in axis.dims)
-    out = "".join(letters[d] for d in makes)
+    left = "".join(letters.values())
+    right = "".join(letters[d] for d in [*axis.dims, *kernel])
+    to = "".join(letters[d] for d in makes)
     with torch.autocast(w.device.type, enabled=False):  # it becomes a bias
-        delta = torch.einsum(f"{left},{right}->{out}", w, constant.to(w))
-    if read.out is not None:  # the rows of dead outputs are masked
-        dead = constants.is_removed(read.out).to(delta.device)
-        shape = [axis.view[d] if d in read.out.dims else 1 for d in makes]
+        delta = torch.einsum(f"{left},...{right}->...{to}", w, laid)
+    lead = delta.shape[: delta.dim() - len(makes)]
+    if rows is not None:
+        whole = delta.new_zeros(*lead, *[axis.view[d] for d in makes])
+        delta = whole.index_copy_(len(lead) + makes.index(row), rows, delta)
+    elif out is not None and dead is not None:  # the rows of dead outputs are masked
+        shape = [axis.view[d] if d in out.dims else 1 for d in makes]
         delta = torch.where(dead.reshape(shape), 0.0, delta)
-    return delta.reshape(-1)
+    return delta.reshape(*lead, -1)
 
 
 def _making_dims(read: Read) -> set[int]:

@@ -40,7 +40,7 @@ def plan(
     min_width: Any = None,
     max_sparsity: Any = None,
     round_to: int | Literal["auto"] = 1,
-    bias: str = "propagate",
+    bias: str | None = None,
     exact: bool = False,
     attention: str = "heads",
     outputs: str | Iterable[str] | None = None,
@@ -81,10 +81,11 @@ def plan(
         round_to: kept widths are multiples of this where they shrink at all; in channels, also
             where they go several at a time (heads). ``"auto"``: what the device works well with
             (:func:`fxprune.rounding.preferred`).
-        bias: ``"propagate"`` moves what removed channels still emit into the layers that read
-            them; ``"drop"`` has removed channels contribute nothing. ``"expected"`` moves what they
-            said in the mean, as far as batch norms tell (:mod:`fxprune.expected`); the masked model
-            says the same.
+        bias: ``"expected"`` moves what removed channels said in the mean, as far as batch norms
+            tell (:mod:`fxprune.expected`), into the layers that read them; the masked model says
+            the same. ``"propagate"`` moves what they still emit when a mask takes their weights
+            and leaves their biases; ``"drop"`` has them contribute nothing. By default
+            ``"expected"``, with ``exact=True`` ``"propagate"``.
         exact: keep one masked channel as a carrier where zero padding would make a moved constant
             wrong at the border.
         attention: cut attention into whole ``"heads"`` or into ``"head_dim"`` slices.

@@ -192,9 +192,9 @@ class PlanScheduler:
 
     Each step plans anew on the weights as they are now, and masks in place: the parameters stay the
     same objects, so the optimizer stays valid. What is masked stays masked, and emits its biases
-    (with ``bias="drop"``, nothing). In ``plan.apply`` padding continues these constants, and norms
-    over channels count those that stay; :func:`fxprune.compact` changes no output, and keeps what
-    that takes.
+    (with ``bias="drop"``, nothing); ``bias`` is ``"propagate"`` by default here. In ``plan.apply``
+    padding continues these constants, and norms over channels count those that stay;
+    :func:`fxprune.compact` changes no output, and keeps what that takes.
 
     Args:
         model: it gets the masks.
@@ -217,8 +217,9 @@ class PlanScheduler:
                 "the model has PyTorch masks on it: masks.from_torch_prune(model) first"
             )
         self.model, self.example_input, self.schedule = model, example_input, schedule
-        self.settings = settings
-        self._importance = settings.pop("importance", "l2")
+        # Masks put on in training move no constant: what is masked emits its biases from then on.
+        self.settings = {**settings, "bias": settings.get("bias") or "propagate"}
+        self._importance = self.settings.pop("importance", "l2")
         resolve(self._importance)
         self._gone: dict[str, np.ndarray] = {}  # units that are masked, by group
         self._plan: PruningPlan | None = None

@@ -35,7 +35,7 @@ class Settings:
     min_width: Any = None
     max_sparsity: Any = None
     round_to: Any = 1
-    bias: str = "propagate"
+    bias: str | None = None
     exact: bool = False
     attention: str = "heads"
     outputs: Any = None
@@ -60,6 +60,8 @@ def checked(given: Settings) -> Settings:
     importance.resolve(given.importance)
     if given.round_to != "auto" and not (_is(int, given.round_to) and given.round_to > 0):
         raise SettingError(f"round_to={given.round_to!r} is not a positive integer, nor 'auto'")
+    if given.bias is None:  # a carrier emits what a masked channel does
+        given = replace(given, bias="propagate" if given.exact is True else "expected")
     if given.bias not in BIASES:
         raise SettingError(f"bias={given.bias!r} is unknown; use 'propagate', 'drop' or 'expected'")
     if not isinstance(given.exact, bool):

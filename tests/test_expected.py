@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import fxprune
 from fxprune.expected import DRAWS, normal_points
 from fxprune.proof import prove
+from fxprune.schedules import PlanScheduler, linear
 
 from .oracle import awake, difference, masked_equals_pruned, run
 from .test_trace import Net
@@ -69,7 +70,8 @@ def test_the_mean_of_an_activation_is_that_of_a_normal_variable(act):
     found = added(model, plan, plan.apply(model), "3")
     off = (found - weight @ wanted[gone(plan)]).abs()
     assert (off <= 0.01 * weight.abs() @ deviation[gone(plan)]).all()
-    plain = added(model, plan, fxprune.plan(model, X, sparsity={"0": 0.5}).apply(model), "3")
+    propagated = fxprune.plan(model, X, sparsity={"0": 0.5}, bias="propagate")
+    plain = added(model, plan, propagated.apply(model), "3")
     assert off.sum() < 0.2 * (plain - weight @ wanted[gone(plan)]).abs().sum()
 
 
@@ -302,7 +304,7 @@ def test_masked_equals_pruned(build, sparsity):
     masked_equals_pruned(plan, model, small, X)
     assert prove(plan, model, small, X) <= 1e-9
     assert difference(run(plan.apply(masked), X), run(small, X)) <= 1e-9
-    plain = fxprune.plan(model, X, sparsity=sparsity)
+    plain = fxprune.plan(model, X, sparsity=sparsity, bias="propagate")
     assert [g.removed.tolist() for g in plan.groups] == [g.removed.tolist() for g in plain.groups]
     assert plan._folds.shifts
     assert difference(run(plain.apply(model), X), run(small, X)) > 1e-6
@@ -334,6 +336,44 @@ def test_the_pruned_model_is_the_model_whose_removed_channels_say_their_mean():
 # -- with other settings ------------------------------------------------------------------------
 
 
+def test_it_is_the_default_but_where_a_carrier_emits_what_a_mask_leaves():
+    model = sequential(nn.ReLU())
+    assert fxprune.plan(model, X).settings.bias == "expected"
+    assert fxprune.plan(model, X, exact=True).settings.bias == "propagate"
+    assert fxprune.plan(model, X, bias="drop", exact=True).settings.bias == "drop"
+
+
+def test_masks_put_on_in_training_move_no_constant():
+    torch.manual_seed(0)
+    model = awake(residual())
+    scheduler = PlanScheduler(model, X, linear(0.5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for _ in range(3):
+        model.train()
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        optimizer.step()
+        model.eval()
+        before = {name: b.clone() for name, b in model.named_buffers() if "running" in name}
+        scheduler.step()
+        after = dict(model.named_buffers())
+        assert all(torch.equal(after[name], b) for name, b in before.items())
+        assert scheduler.plan.settings.bias == "propagate"
+        small = scheduler.plan.apply(model)
+        masked_equals_pruned(scheduler.plan, model, small, X)
+
+
+def test_a_mask_is_put_on_once_whatever_is_planned_again():
+    """Means that are in a masked model's biases are not folded a second time."""
+    torch.manual_seed(0)
+    model = awake(residual())
+    plan = fxprune.plan(model, X)
+    once = plan.mask(model)
+    twice = plan.mask(once)
+    assert difference(run(once, X), run(twice, X)) <= 1e-12
+    assert difference(run(once, X), run(plan.apply(twice), X)) <= 1e-9
+
+
 def test_exact_is_refused_with_why():
     with pytest.raises(fxprune.SettingError, match=r"in the mean.*exact=False"):
         fxprune.plan(awake(padded()), X, bias="expected", exact=True)
@@ -347,7 +387,7 @@ def test_a_regression_comes_before_the_mean(mode):
     plan = fxprune.plan(model, X, bias="expected", calibration=[data], calibration_mode=mode)
     small = plan.apply(model)
     assert prove(plan, model, small, X) <= 1e-9
-    plain = fxprune.plan(model, X, calibration=[data], calibration_mode=mode)
+    plain = fxprune.plan(model, X, bias="propagate", calibration=[data], calibration_mode=mode)
     assert plan._mixes.keys() == plain._mixes.keys()
     assert difference(run(small, X), run(plain.apply(model), X)) < 1e-9
 

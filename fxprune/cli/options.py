@@ -148,7 +148,7 @@ _SETTINGS: dict[str, tuple[Parse, dict[str, Any]]] = {
     "max_sparsity": (_several, {"multiple": True, "metavar": "[NAME=]SHARE", "help": (
         "Share that no group loses more than.")}),
     "round_to": (_value, {"metavar": "N", "help": "Widths that shrink become multiples of this."}),
-    "bias": (_same, {"metavar": "propagate|drop", "help": (
+    "bias": (_same, {"metavar": "expected|propagate|drop", "help": (
         "What becomes of the constants that removed channels emit.")}),
     "exact": (_same, {"is_flag": True, "default": None, "help": (
         "Keep a masked channel where zero padding needs one.")}),
