@@ -581,3 +581,19 @@ def test_on_a_gpu(path):
     loaded = fxprune.load(ViewLiteral(), path)
     assert all(torch.equal(p.cpu(), q) for p, q in zip(small.parameters(), loaded.parameters(),
                                                        strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "given", [{"bias": "drop"}, {"bias": "expected"}, {"exact": True}], ids=lambda given: min(given)
+)
+def test_every_setting_of_a_model_with_a_new_forward_loads_again(given, tmp_path):
+    model = awake(ViewLiteral())
+    x = images(2)
+    small = fxprune.prune(model, x, **given)
+    assert steps(small)[0].code
+    fxprune.save(small, tmp_path / "small.safetensors")
+    again = fxprune.load(ViewLiteral().eval(), tmp_path / "small.safetensors")
+    assert torch.equal(again(x), small(x))
+    fxprune.plan(model, x, **given).save(tmp_path / "plan.json")
+    plan = fxprune.PruningPlan.load(tmp_path / "plan.json", model)
+    assert torch.equal(plan.apply(model)(x), small(x))
