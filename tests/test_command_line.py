@@ -138,6 +138,7 @@ def test_what_a_model_prints_is_not_in_what_was_asked_for():
 
 @pytest.mark.parametrize("option", ["--html", "--draw"])
 def test_a_place_that_cannot_be_written_is_told(option, tmp_path):
+    pytest.importorskip("graphviz")
     path = tmp_path / f"{'x' * 300}.svg"  # longer than a name may be
     assert "xxx.svg: " in call("inspect", NET, *SHAPE, option, path, status=2)
 
