@@ -68,7 +68,7 @@ class Samples:
         inside = False  # whether the innermost function of all is another's
         while frame is not None:
             folder, _, file = frame.f_code.co_filename.rpartition("/")
-            if folder in OWN:
+            if folder.startswith(OWN):
                 own.append(f"{file.removesuffix('.py')}.{frame.f_code.co_name}")
             inside = inside or not own
             frame = frame.f_back

@@ -1,12 +1,14 @@
 """What a pruned model remembers of its pruning: enough to make it of the original again.
 
 Each pruning leaves a :class:`Step` on the model, as text, in a private attribute; copies, pickles
-and training keep it. Two prunings become one step where that says the same.
+and training keep it. Two prunings become one step where that says the same. The text is written
+when it is asked for, which it is of the models that are saved.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any
@@ -19,9 +21,9 @@ from .code import Code
 from .indices import Indices, Malformed, Table
 from .kept import composed
 from .mask import parametrizations
-from .running import tensors_of
+from .running import modules_of, tensors_of
 
-STEPS = "_fxprune_steps"  # of a pruned model: a tuple of texts, oldest first
+STEPS = "_fxprune_steps"  # of a pruned model: texts, oldest first
 
 Value = bool | int | float | list[Any]  # of an attribute
 
@@ -123,24 +125,44 @@ def _as_json(value: Any) -> Value | None:
     return float(value) if isinstance(value, Real) else None
 
 
+class Texts:
+    """Those of a model's steps, written when they are asked for; pickled as a tuple of them."""
+
+    def __init__(self, write: Callable[[], tuple[str, ...]]) -> None:
+        self._write: Callable[[], tuple[str, ...]] | None = write
+        self._written: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[str]:
+        if self._write is not None:
+            self._written, self._write = self._write(), None
+        return iter(self._written)
+
+    def __deepcopy__(self, memo: Any) -> Texts:
+        return self  # nothing changes what it says
+
+    def __reduce__(self) -> Any:
+        return tuple, (list(self),)
+
+
 def note(
     plan: Any,
     model: nn.Module,
     attributes: dict[tuple[str, str], Any],
     biases: dict[tuple[str, str], int],
-) -> tuple[str, ...]:
+) -> Texts:
     """The history of ``model``, which ``plan`` has just pruned: with what it has set and made, by
     module path and name."""
-    kept, resized = kept_of(plan), list(plan._replay.indices)
+    # The plan and its model are not held on to.
+    kept, shapes, resized = dict(plan.kept), _shapes(plan), list(plan._replay.indices)
+    modules = modules_of(model)
     for name in kept:
         path, _, key = name.rpartition(".")
-        chain = parametrizations(model.get_submodule(path))
+        chain = parametrizations(modules[path])
         if key in chain:
             prefix = f"{path}." if path else ""
             resized += [f"{prefix}parametrizations.{key}.{n}" for n in tensors_of(chain[key])]
     code = tuple(path for path, c in plan.code.items() if isinstance(c, Code))
     step = Step(
-        kept=kept,
         resized=tuple(resized),
         attributes={f"{p}.{k}" if p else k: _as_json(v) for (p, k), v in attributes.items()},
         biases={f"{p}.{k}" if p else k: n for (p, k), n in biases.items()},
@@ -148,15 +170,30 @@ def note(
         code=code,
         run=chosen.as_json(plan) if code else None,
     )
-    return as_texts(_merged([*steps(model), step]))
+    before = _texts(modules)  # these are written now, or each pruning would hold all before it
+
+    def write() -> tuple[str, ...]:
+        last = replace(step, kept=_indices(kept, shapes))
+        return as_texts(_merged([*in_order(_read(before)), last]))
+
+    return Texts(write)
 
 
 def kept_of(plan: Any) -> dict[str, dict[int, Indices]]:
     """``plan.kept``, with the widths of before."""
-    shapes = {axis.name: axis.tensor_shape for axis in plan._relations.sources}
+    return _indices(plan.kept, _shapes(plan))
+
+
+def _shapes(plan: Any) -> dict[str, tuple[int, ...]]:
+    return {axis.name: axis.tensor_shape for axis in plan._relations.sources}
+
+
+def _indices(
+    kept: dict[str, dict[int, Tensor]], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, dict[int, Indices]]:
     return {
         name: {dim: Indices.of(i, shapes[name][dim]) for dim, i in dims.items()}
-        for name, dims in plan.kept.items()
+        for name, dims in kept.items()
     }
 
 
@@ -169,10 +206,20 @@ def first_difference(mine: Any, theirs: Any) -> str:
 
 def histories(model: nn.Module) -> dict[str, list[Step]]:
     """What was pruned of a model, and of the modules in it, by their path."""
-    return {
-        path: [Step.from_json(json.loads(text)) for text in vars(module)[STEPS]]
-        for path, module in model.named_modules() if vars(module).get(STEPS)
-    }  # fmt: skip
+    return _read(_texts(modules_of(model)))
+
+
+def _texts(modules: dict[str, nn.Module]) -> dict[str, tuple[str, ...]]:
+    """By path; of a module that lies at several, by the first."""
+    paths: dict[nn.Module, str] = {}
+    for path, module in modules.items():
+        if vars(module).get(STEPS):
+            paths.setdefault(module, path)
+    return {path: tuple(vars(module)[STEPS]) for module, path in paths.items()}
+
+
+def _read(found: dict[str, tuple[str, ...]]) -> dict[str, list[Step]]:
+    return {p: [Step.from_json(json.loads(text)) for text in texts] for p, texts in found.items()}
 
 
 def in_order(found: dict[str, list[Step]]) -> list[Step]:

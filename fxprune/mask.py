@@ -30,7 +30,7 @@ class Mask(nn.Module):
 
 def parametrizations(module: nn.Module) -> Any:
     """The module's parametrizations by tensor name; empty where it has none."""
-    return getattr(module, "parametrizations", {})
+    return module._modules.get("parametrizations", {})
 
 
 def own_class(module: nn.Module) -> None:

@@ -105,18 +105,9 @@ class Planner:
         )
         axes = {names.pop(id(g)): g.axes for g in losing}
         scorer = importance.Scorer(self.settings.importance, context, axes, list(names.values()))
-        size = len(self.removed)
-        slices = {  # once for all groups that have a part in an axis
-            a.first: importance.slices(self.trace.tensor(a.name), a, self.relations.of(a), size)
-            for a in {a.first: a for group in losing for a in group.axes}.values()
-        }
-        index = np.full(size, -1)
         for group in losing:
-            index[group.units] = np.arange(len(group.units))
-            own = [slices[a.first].among(index, len(group.units)) for a in group.axes]
-            index[group.units] = -1
             try:
-                self.scores[id(group)] = scorer(self.name(group), own)
+                self.scores[id(group)] = scorer(self.name(group), group.units)
             except importance.Unscored as unscored:
                 group.frozen = str(unscored)
 
@@ -275,6 +266,8 @@ class Planner:
     def _step(self, group: groups.Group) -> int:
         """``round_to`` in units: of its channels, which may go several at a time."""
         wide = self.settings.round_to
+        if wide == 1:
+            return 1
         for axis in group.producers:
             classes = self.relations.of(axis).reshape(-1)
             own = np.bincount(np.searchsorted(group.units, classes[np.isin(classes, group.units)]))

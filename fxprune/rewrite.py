@@ -18,7 +18,7 @@ from .history import STEPS, note
 from .kept import shrink
 from .mask import bake, is_masked, parametrizations
 from .masking import FOLDED, check_fits, has_predictions, keep_masks
-from .running import copy_model, read_attribute, uncollected
+from .running import copy_model, modules_of, read_attribute, uncollected
 
 
 @dataclass
@@ -227,9 +227,10 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
 def _made_by_masks(plan: Any, model: nn.Module) -> list[tuple[str, str]]:
     """Biases that ``model`` has and the model of the plan has not."""
     found = []
+    modules = modules_of(model)
     for path, module in plan._trace.model.named_modules():
         for name, parameter in module._parameters.items():
-            if parameter is None and getattr(model.get_submodule(path), name, None) is not None:
+            if parameter is None and getattr(modules[path], name, None) is not None:
                 found.append((path, name))
     return found
 

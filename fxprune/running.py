@@ -36,7 +36,9 @@ def read_attribute(root: nn.Module, name: str) -> Any:
 def read_from(owner: Any, name: str) -> Any:
     """An attribute. A parametrization computes it as in eval
     mode: in training mode some write to their buffers each time (spectral norm)."""
-    if not isinstance(owner, nn.Module) or not parametrize.is_parametrized(owner, name):
+    if not isinstance(owner, nn.Module) or "parametrizations" not in owner._modules:
+        return getattr(owner, name)
+    if not parametrize.is_parametrized(owner, name):
         return getattr(owner, name)
     parts = list(owner.parametrizations[name].modules())  # type: ignore[index, union-attr]
     modes = [part.training for part in parts]

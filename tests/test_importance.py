@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fxprune
 from fxprune.importance import FPGM, LAMP, BNScale, Magnitude, Random, Unscored
 
-from .test_plan import X, coupled, group
+from .test_plan import X, coupled, deep, group
 from .test_trace import Net
 
 
@@ -120,6 +120,20 @@ def test_all_layers_of_a_stream_and_depthwise_ones_count():
     wanted = sum(r.abs().sum(1) for r in rows)
     found = group(plan, "blocks.0.0")
     assert torch.allclose(found.importance, wanted.double().detach(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("criterion", [
+    Magnitude(), Magnitude(order=1, reduce="sum"), Magnitude(reduce="max"), LAMP(),
+    Magnitude(normalize="mean"),
+])  # fmt: skip
+def test_all_groups_at_once_score_as_one_by_one(criterion):
+    net = deep().double()
+    alone = fxprune.plan(net, X.double(), importance=lambda slices: criterion(slices))
+    together = fxprune.plan(net, X.double(), importance=criterion)
+    scored = [g for g in alone.groups if g.importance is not None]
+    assert len(scored) == 3
+    for one in scored:
+        assert torch.allclose(group(together, one.name).importance, one.importance, rtol=1e-12)
 
 
 def test_the_slices_of_a_head_are_one_unit():

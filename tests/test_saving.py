@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import os
 import subprocess
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 
 import pytest
@@ -285,11 +287,25 @@ def test_the_history_is_small_and_stays_with_the_model():
     file = io.BytesIO()
     torch.save(small, file)
     file.seek(0)
-    for other in (copy.deepcopy(small), torch.load(file, weights_only=False)):
+    loaded = torch.load(file, weights_only=False)
+    assert type(vars(loaded)[STEPS]) is tuple and all(type(t) is str for t in vars(loaded)[STEPS])
+    for other in (copy.deepcopy(small), loaded):
         assert steps(other) == steps(small) != []
     wide = fxprune.prune(nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 8)),
                          torch.randn(2, 64))  # fmt: skip
     assert sum(map(len, vars(wide)[STEPS])) < 2000
+
+
+@pytest.mark.parametrize("build", [
+    ViewLiteral, lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)),
+])  # fmt: skip
+def test_a_history_that_is_not_written_yet_holds_neither_plan_nor_model(build):
+    model = build().double().eval()
+    seen = weakref.ref(model)
+    small = fxprune.prune(model, images(2), verify=False)
+    del model
+    gc.collect()
+    assert seen() is None and steps(small)
 
 
 def test_in_place_and_by_a_plan_and_compact(path):

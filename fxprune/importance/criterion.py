@@ -85,6 +85,11 @@ class Criterion:
         ]  # fmt: skip
         return f"{type(self).__name__}({', '.join(shown)})"
 
+    @property
+    def unitwise(self) -> bool:
+        """Whether a unit's score hangs on its own slices alone: then one call scores all groups."""
+        return False
+
     def prepare(self, context: Context) -> Importance:
         """What scores groups of a model: the criterion itself, unless it needs data."""
         return self
@@ -95,6 +100,8 @@ class Criterion:
         lost = [s for s in group if s.role not in ("shift", "stat")]
         count = group[0].count
         scores = self.score(lost, count, data)
+        if self.normalize is None:
+            return scores
         return normalized(scores, self.normalize, sum((s.sizes() for s in lost), np.zeros(count)))
 
     def score(self, group: list[Slices], count: int, data: Measured | None) -> np.ndarray:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..channels import SourceAxis
 from ..errors import PruningError, SettingError
 from .criterion import Context, Criterion, Importance, Unscored
-from .slices import Slices
+from .slices import Slices, slices
 from .weights import FPGM, LAMP, BNScale, Magnitude, Random
 
 NAMED: dict[str, Criterion] = {
@@ -98,6 +98,15 @@ class Scorer:
             chosen = {name: _choose(found, name) for name in axes}
         else:
             chosen = dict.fromkeys(axes, found)
+        self._axes = axes
+        size = int(context.relations.classes.max(initial=0)) + 1
+        every = {a.first: a for own in axes.values() for a in own}
+        self._slices = {  # once for all groups that have a part in an axis; units are classes
+            first: slices(context.trace.tensor(a.name), a, context.classes(a), size)
+            for first, a in sorted(every.items())
+        }
+        self._index = np.full(size, -1)
+        self._of_all: dict[int, np.ndarray] = {}  # scores by unit class, of criteria
         self._by_name: dict[str, Any] = {}
         prepared: dict[int, Any] = {}
         for name, criterion in chosen.items():
@@ -109,16 +118,29 @@ class Scorer:
                 )
             self._by_name[name] = prepared.get(id(criterion), criterion)
 
-    def __call__(self, name: str, group: list[Slices]) -> np.ndarray:
-        """One number for each unit.
+    def __call__(self, name: str, units: np.ndarray) -> np.ndarray:
+        """One number for each of a group's units, which are given as classes.
 
         Raises:
             Unscored: the criterion has nothing to say of the group.
         """
         criterion = self._by_name[name]
+        if isinstance(criterion, Criterion) and criterion.unitwise:
+            return check(self._at_once(criterion)[units], len(units), name)
         if callable(criterion):
-            return scores(criterion, group, name)
-        return check(criterion, group[0].count, name)
+            return scores(criterion, self._group(name, units), name)
+        return check(criterion, len(units), name)
+
+    def _at_once(self, criterion: Criterion) -> np.ndarray:
+        if id(criterion) not in self._of_all:
+            self._of_all[id(criterion)] = criterion(list(self._slices.values()))
+        return self._of_all[id(criterion)]
+
+    def _group(self, name: str, units: np.ndarray) -> list[Slices]:
+        self._index[units] = np.arange(len(units))
+        own = [self._slices[a.first].among(self._index, len(units)) for a in self._axes[name]]
+        self._index[units] = -1
+        return own
 
 
 def _check_keys(importance: Mapping[str, Any], names: Sequence[str]) -> None:

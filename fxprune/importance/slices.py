@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..channels import SourceAxis
@@ -62,6 +63,9 @@ class Slices:
             return self.weights.abs().amax(1)
         if not rest:
             return self.tensor.abs().reshape(-1)
+        if self.tensor.is_contiguous():  # so each row is
+            dtype = torch.promote_types(self.tensor.dtype, torch.float32)
+            return torch.linalg.vector_norm(self.tensor, order, rest, dtype=dtype).reshape(-1)
         # In pieces along the longest dimension: the whole at once would not stay in the cache.
         longest = max(rest, key=self.tensor.size)
         pieces = max(1, self.tensor.numel() // _PIECE)
@@ -90,6 +94,16 @@ class Slices:
     def summed(self, values: np.ndarray | None) -> np.ndarray:
         """Sum of one value a row, or of ones, over the rows of each unit; -1 has the first bin."""
         return np.bincount(self.units + 1, values, self.count + 1)[1:]
+
+
+def summed(group: list[Slices], values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of ``values``, one for each row of all ``group``, the sum over the rows of each unit, and
+    their number of elements: arrays (count,)."""
+    units = np.concatenate([s.units for s in group]) + 1
+    elements = [s.tensor.numel() // max(1, len(s.units)) for s in group]
+    sizes = np.repeat(np.array(elements, dtype=float), [len(s.units) for s in group])
+    count = group[0].count + 1
+    return np.bincount(units, values, count)[1:], np.bincount(units, sizes, count)[1:]
 
 
 def slices(tensor: Tensor, axis: SourceAxis, units: np.ndarray, count: int) -> Slices:

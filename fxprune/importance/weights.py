@@ -11,7 +11,7 @@ import torch
 from ..errors import SettingError
 from .criterion import Criterion, Measured, Unscored
 from .reduction import Member
-from .slices import Slices
+from .slices import Slices, summed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -36,7 +36,19 @@ class Magnitude(Criterion):
         if not number or not self.order > 0:
             raise SettingError(f"order={self.order!r} is no positive number")
 
+    @property
+    def _adds_up(self) -> bool:
+        """Whether all slices count as if they were of one layer."""
+        return self.reduce in ("mean", "sum") and self.order != math.inf
+
+    @property
+    def unitwise(self) -> bool:  # a class that builds on this one may do anything
+        return type(self) is Magnitude and self._adds_up and self.normalize is None
+
     def members(self, group: list[Slices], data: Measured | None) -> list[Member]:
+        if self._adds_up and group:
+            rows = [s.norms(self.order).cpu() for s in group]
+            return [Member(*summed(group, torch.cat(rows).double().numpy() ** self.order))]
         return [self._member(s) for s in group]
 
     def _member(self, s: Slices) -> Member:
