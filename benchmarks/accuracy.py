@@ -159,8 +159,11 @@ def bisect(at: Callable[[float], nn.Module], wanted: int, steps: int = 9) -> nn.
 def measure(real: Real, seed: int, args: argparse.Namespace) -> Iterator[Result]:
     """One result for each sparsity and way."""
     total, unpruned = count(real.model), score(real, real.model)
-    calibration = {"calibration": real.calibration} if args.calibrated else {}
-    methods = Methods(real, seed, **calibration)
+    # Constants as masks have them, which say nothing of what is removed.
+    settings: dict[str, Any] = {"bias": "propagate"}
+    if args.calibrated:
+        settings["calibration"] = real.calibration
+    methods = Methods(real, seed, **settings)
     for sparsity in args.sparsity:
         wanted = count(prune(real, sparsity))
         for name in args.variants:

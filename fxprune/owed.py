@@ -59,7 +59,8 @@ class Widths:
     @property
     def sparsity(self) -> float:
         """The share of the units of all groups that could lose any which has gone."""
-        return 1 - sum(self.left.values()) / max(1, sum(self.first.values()))
+        first = sum(self.first.values())
+        return 1 - sum(self.left.values()) / first if first else 0.0
 
 
 class Owed(dict[Any, float]):
