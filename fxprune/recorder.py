@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn, overrides
 from torch.nn.utils.rnn import PackedSequence
@@ -233,6 +234,8 @@ class _Recorder(TorchFunctionMode):
             return range(*(int(n) for n in (value.start, value.stop, value.step)))
         if isinstance(value, int):
             return int(value)
+        if isinstance(value, np.generic):  # numpy's own numbers
+            return value.item()
         # An object of the model's own. Where it is handed to code that is recorded too, its tensors
         # are known when they come back; elsewhere they go where no rule can follow.
         for inside in () if self._handing else tree.tensors(value):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -182,3 +183,9 @@ def test_the_length_of_a_tensor_is_one_of_its_sizes():
     assert len is before
     assert plan.code  # the 8 is written anew, the lengths are not
     assert torch.equal(small(image(batch=5)), fxprune.trace(small, image())(image(batch=5)))
+
+
+@pytest.mark.parametrize("number", [np.sqrt(8), np.float32(1.5), np.int64(2)], ids=repr)
+def test_numbers_of_numpy_are_numbers(number):
+    plan, _ = check(conv_net(lambda s, y: y * number), image())
+    assert kept(plan, "a") == 4
