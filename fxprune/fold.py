@@ -258,7 +258,7 @@ def delta_of(
     plain = out is not None and len(out.dims) == 1 and out.dims[0] not in axis.dims
     row, rows = out.dims[0] if out is not None and plain else 0, None
     dead = None if out is None else constants.is_removed(out).to(w.device)
-    if dead is not None and plain and bool(dead.any()):  # less to read
+    if squared and dead is not None and plain and bool(dead.any()):  # what is squared is copied
         rows = (~dead).nonzero().reshape(-1)
         w = w.index_select(row, rows)
     w = w.float() if w.dtype.itemsize < 4 else w
