@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .running import dotted
+
 Place = tuple[str, int | None]  # dotted name, and the item of one that is a list
 
 _TRIES = 40  # models built before the configuration is given up
@@ -86,7 +88,7 @@ def truthful(
 def attributes(model: nn.Module) -> dict[str, Any]:
     """Numbers among the attributes of the model's modules, by dotted name."""
     return {
-        f"{path}.{key}" if path else key: value for path, module in model.named_modules()
+        dotted(path, key): value for path, module in model.named_modules()
         for key, value in vars(module).items()
         if type(value) in (bool, int, float) and key != "training"
     }  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -244,14 +243,12 @@ def _run(trace: Trace, views: Iterable[str], example_input: Any) -> dict[fx.Node
     """The ops beneath each node that the counter knows."""
     found: dict[fx.Node, Ops] = {}
     ops: Ops = []
-    with ExitStack() as stack:
-        for context in (
-            evaluating(trace.model),
-            torch.no_grad(),
-            sdpa_kernel(SDPBackend.MATH),
-            parametrize.cached(),
-        ):  # else a computed tensor is another at each read
-            stack.enter_context(context)  # fmt: skip
+    with (
+        evaluating(trace.model),
+        torch.no_grad(),
+        sdpa_kernel(SDPBackend.MATH),
+        parametrize.cached(),  # else a computed tensor is another at each read
+    ):
         tensors = {name: read_attribute(trace.model, name) for name in views}
         names = {t.untyped_storage().data_ptr(): name for name, t in tensors.items() if t.dim() > 1}
         noting = {op: _noting(count, ops, names) for op, count in flop_registry.items()}

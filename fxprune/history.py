@@ -21,7 +21,7 @@ from .code import Code
 from .indices import Indices, Malformed, Table
 from .kept import composed
 from .mask import parametrizations
-from .running import modules_of, tensors_of
+from .running import dotted, modules_of, tensors_of
 
 STEPS = "_fxprune_steps"  # of a pruned model: texts, oldest first
 
@@ -96,7 +96,7 @@ class Step:
 
     def within(self, path: str) -> Step:
         """The same of a larger model, in which the pruned one lies at ``path``."""
-        return replace(self, path=".".join(p for p in (path, self.path) if p))
+        return replace(self, path=dotted(path, self.path))
 
 
 def expect(value: Any, kind: type, what: str) -> Any:
@@ -164,8 +164,8 @@ def note(
     code = tuple(path for path, c in plan.code.items() if isinstance(c, Code))
     step = Step(
         resized=tuple(resized),
-        attributes={f"{p}.{k}" if p else k: _as_json(v) for (p, k), v in attributes.items()},
-        biases={f"{p}.{k}" if p else k: n for (p, k), n in biases.items()},
+        attributes={dotted(p, k): _as_json(v) for (p, k), v in attributes.items()},
+        biases={dotted(p, k): n for (p, k), n in biases.items()},
         lent=tuple(path for path in plan.code if path not in code),
         code=code,
         run=chosen.as_json(plan) if code else None,

@@ -26,7 +26,7 @@ from . import mask_methods as methods
 from .errors import SettingError
 from .leftovers import from_torch_prune, to_torch_prune
 from .mask import is_masked, mask_of, masked_names, parametrizations, put_on, take_off
-from .running import describe
+from .running import describe, dotted
 
 __all__ = [
     "apply",
@@ -206,7 +206,7 @@ def is_pruned(module: nn.Module) -> bool:
 def sparsity(module: nn.Module) -> dict[str, float]:
     """The share of masked entries of each masked tensor, by name."""
     return {
-        f"{path}.{name}" if path else name: float((~mask_of(m, name)).double().mean())
+        dotted(path, name): float((~mask_of(m, name)).double().mean())
         for path, m in module.named_modules() for name in masked_names(m)
     }  # fmt: skip
 

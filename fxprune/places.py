@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .mask import Mask, parametrizations
+from .running import dotted
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def places(model: nn.Module) -> dict[str, Place]:
             for key, tensor in space.items():
                 if tensor is None:
                     continue
-                name = f"{path}.{key}" if path else key
+                name = dotted(path, key)
                 if alone and key == "original":
                     name = _without(path)
                 persistent = key not in module._non_persistent_buffers_set
@@ -61,7 +62,7 @@ def _without(path: str) -> str:
 def computed_names(model: nn.Module) -> set[str]:
     """Names of tensors that parametrizations compute."""
     return {
-        f"{path}.{key}" if path else key
+        dotted(path, key)
         for path, module in model.named_modules() for key in parametrizations(module)
     }  # fmt: skip
 

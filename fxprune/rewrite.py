@@ -18,7 +18,7 @@ from .history import STEPS, note
 from .kept import shrink
 from .mask import bake, is_masked, parametrizations
 from .masking import FOLDED, check_fits, has_predictions, keep_masks
-from .running import copy_model, modules_of, read_attribute, uncollected
+from .running import copy_model, dotted, modules_of, read_attribute, uncollected
 
 
 @dataclass
@@ -179,7 +179,7 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
         if old is None:
             change.made[path, attribute] = rows
         else:
-            change.tensors[f"{path}.{attribute}" if path else attribute] = rows
+            change.tensors[dotted(path, attribute)] = rows
     carries = {carry.axis.name: carry for carry in folds.carries}
     mixes = folds.mixes
     masked = plan._carriers.any() and plan._walk.masked

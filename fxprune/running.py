@@ -20,6 +20,11 @@ from . import tree
 from .errors import ModelError, SettingError
 
 
+def dotted(path: str, name: str) -> str:
+    """``name`` in the module at ``path``, which is empty for the model itself."""
+    return f"{path}.{name}" if path and name else path or name
+
+
 def read_attribute(root: nn.Module, name: str) -> Any:
     value: Any = root
     for part in name.split("."):
@@ -68,7 +73,7 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
         found[path] = module
         for name, child in module._modules.items():
             if child is not None:
-                visit(f"{path}.{name}" if path else name, child)
+                visit(dotted(path, name), child)
 
     visit("", model)
     return found
@@ -82,7 +87,7 @@ def named_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tenso
             for name, t in getattr(module, kind).items():
                 if t is not None and id(t) not in seen:
                     seen.add(id(t))
-                    yield f"{path}.{name}" if path else name, t
+                    yield dotted(path, name), t
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -105,7 +110,7 @@ def tensor_names(module: nn.Module) -> list[str]:
     if not module._modules:
         return list(dict.fromkeys([*module._parameters, *module._buffers]))
     computed = [
-        f"{path}.{name}" if path else name for path, part in module.named_modules()
+        dotted(path, name) for path, part in module.named_modules()
         for name in getattr(part, "parametrizations", ())
     ]  # fmt: skip
     names = [*module._parameters, *module._buffers, *computed, *tensors_of(module)]

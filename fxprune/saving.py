@@ -20,7 +20,7 @@ from .history import Step, histories, steps
 from .mask import mask_of, masked_names
 from .places import Place, computed_names, names_of, places
 from .rewrite import memory_format
-from .running import shape_of
+from .running import dotted, shape_of
 
 SCHEMA = 1
 MASK = ":mask"  # after a tensor's name: where it is not masked
@@ -71,7 +71,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         tensors[first] = tensor.cpu().contiguous()
     for path_in, module in model.named_modules():
         for key in masked_names(module):
-            name = f"{path_in}.{key}" if path_in else key
+            name = dotted(path_in, key)
             about["masks"].append(name)
             tensors[name + MASK] = mask_of(module, key).cpu().contiguous()
     container.write(path, tensors, json.dumps(about, separators=(",", ":")))
@@ -79,7 +79,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 def full(step: Step, name: str) -> str:
     """A name of a step in the whole model."""
-    return ".".join(part for part in (step.path, name) if part)
+    return dotted(step.path, name)
 
 
 def _history(model: Any) -> list[Step]:

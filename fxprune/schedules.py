@@ -23,6 +23,7 @@ from .masking import keep_masks, put_masks
 from .masks import apply, global_unstructured, identity
 from .planning import plan
 from .pruning_plan import PruningPlan
+from .running import dotted
 
 Schedule = Callable[[int], float]
 
@@ -271,7 +272,7 @@ class PlanScheduler:
         """How far it is and what is masked; the weights are in the model's state dict."""
         gone = {key: torch.from_numpy(mask.copy()) for key, mask in self._gone.items()}
         keeps = {
-            f"{path}.{name}" if path else name: mask_of(module, name).cpu()
+            dotted(path, name): mask_of(module, name).cpu()
             for path, module in self.model.named_modules() for name in masked_names(module)
         }  # fmt: skip
         return {"steps": self.steps, "gone": gone, "masks": keeps}

@@ -93,14 +93,7 @@ class Fisher(_OfGradients):
     the Fisher information, mean of g²: optimal brain damage (LeCun et al. 1989).
 
     Args:
-        batches: an iterable of batches; ``(input, label)`` for a ``loss``.
-        loss: ``f(output, label)``, a scalar tensor: ``torch.nn.functional.cross_entropy``. It gets
-            all that a batch holds beyond the model's inputs.
-        forward: ``f(model, batch)``, a scalar tensor, in the place of ``loss``; ``batch`` is what
-            ``batches`` yields, with its tensors on the model's device.
-        limit: how many batches to take; by default all.
-        joint: whether the slices of a unit in one layer count as one, so that what they do to the
-            loss may cancel out, or each weight for itself.
+        batches, loss, forward, limit, joint: see :class:`Taylor`.
         per_sample: run the samples of a batch one by one, by splitting all its tensors along their
             first dimension. False takes a batch for a sample, which is faster and says less.
         reduce, normalize: see :class:`Criterion`.
