@@ -380,7 +380,7 @@ def main() -> None:
     args = options()
     torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore")
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
     start, where, rows = time.perf_counter(), machine(), list[Result]()
     for row in measure_all(args, console):
         rows.append(row)

@@ -351,8 +351,10 @@ def sentences(seed: int) -> Real:
     first, second = map(tokens, synthetic.paraphrases())
     known = synthetic.sentences(np.random.default_rng(seed))
     said = prose()
-    chosen = torch.randperm(len(said), generator=torch.Generator().manual_seed(seed))[: 4 * BATCH]
-    calibration = [tokens([said[i] for i in part]) for part in chosen.split(32)]
+    chosen = torch.randperm(len(said), generator=torch.Generator().manual_seed(seed))[: 2 * BATCH]
+    # Of both kinds: what is said of one is no guide to the other.
+    parts = [[said[i] for i in part] + list(islice(known, 16)) for part in chosen.split(16)]
+    calibration = [tokens(part) for part in parts]
     batches = [tokens(list(islice(known, 32))) for _ in range(20)]
     with torch.no_grad():
         lessons = [(batch, run(model, batch)) for batch in batches]
