@@ -30,6 +30,7 @@ the result does not run, and "hangs" where ``--limit`` is over. ``--peer fxprune
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import sys
@@ -156,13 +157,12 @@ def measure(zoo: Zoo, name: str, given: Any) -> Row:
     row = Row(name)
     try:
         torch.manual_seed(0)
-        x = zoo.example(name)
-        model = wake(zoo.build(name), x)
-        other, only = zoo.example(name, seed=1), zoo.outputs(name)
+        x, other = (examples(zoo, name, given.batch, seed) for seed in (0, 1))
+        model, only = wake(zoo.build(name), x), zoo.outputs(name)
         for peer in given.peer:
             row.peers[peer] = judge(peer, model, x, other, given.sparsity, given.limit, only)
             gc.collect()
-        _measure(row, zoo, model, x, given.sparsity)
+        _measure(row, zoo, model, x, other, given.sparsity)
     except Exception as error:
         row.status = type(error).__name__
         frames = traceback.format_exception(error, limit=-4)
@@ -170,7 +170,7 @@ def measure(zoo: Zoo, name: str, given: Any) -> Row:
     return row
 
 
-def _measure(row: Row, zoo: Zoo, model: nn.Module, x: Any, sparsity: float) -> None:
+def _measure(row: Row, zoo: Zoo, model: nn.Module, x: Any, different: Any, sparsity: float) -> None:
     by_values = zoo.is_one(row.model, zoo.by_values)
     only = zoo.outputs(row.model)
     expected = outputs(model, x, only)
@@ -213,7 +213,7 @@ def _measure(row: Row, zoo: Zoo, model: nn.Module, x: Any, sparsity: float) -> N
     # How many boxes are detected depends on the values; the proof compares them with the masked's.
     shapes = [[t.shape for t in ts] for ts in (expected, outputs(small, x, only))]
     same_shapes = by_values or shapes[0] == shapes[1]
-    other = outputs(model, zoo.example(row.model, seed=1), only)
+    other = outputs(model, different, only)
     named = {what for what, _ in plan.skipped}
     skipped = sum(count(m) for path, m in model.named_modules() if path in named)
     explained = 1 - row.kept + skipped / row.parameters
@@ -236,13 +236,18 @@ def _measure(row: Row, zoo: Zoo, model: nn.Module, x: Any, sparsity: float) -> N
         row.details = f"keeps {row.kept:.0%}; plan.skipped names {skipped / row.parameters:.0%}"
 
 
+def examples(zoo: Zoo, name: str, count: int, seed: int) -> Any:
+    """``count`` inputs as one batch."""
+    return functools.reduce(twice, (zoo.example(name, seed + i) for i in range(count)))
+
+
 def twice(x: Any, y: Any) -> Any:
     """Two inputs as one batch."""
     if isinstance(x, tuple):
         return tuple(twice(a, b) for a, b in zip(x, y, strict=True))
     if isinstance(x, dict):
         return {key: twice(x[key], y[key]) for key in x}
-    return torch.cat([x, y])
+    return x + y if isinstance(x, list) else torch.cat([x, y])
 
 
 def halved(model: nn.Module, plan: fxprune.PruningPlan, sparsity: float) -> float:
@@ -375,6 +380,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="detection, flow and video too")
     parser.add_argument("--models", nargs="+", metavar="GLOB", help="only these, of any size")
     parser.add_argument("--sparsity", type=float, default=0.5)
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="inputs (default: 1)")
     parser.add_argument("--cpu-time", action="store_true", help="time one core, not the clock")
     parser.add_argument("--peer", nargs="+", default=[], choices=list(PRUNERS), metavar="NAME",
                         help=f"judge these too: {', '.join(PRUNERS)}")  # fmt: skip
@@ -403,7 +409,7 @@ def main() -> int:
         gc.collect()
         lines = summary(zoo, rows, args.sparsity) + peer_summary(rows, args.peer)
         save(args.json, where, time="CPU" if args.cpu_time else "wall", sparsity=args.sparsity,
-             left_out=left_out, summary=lines,
+             batch=args.batch, left_out=left_out, summary=lines,
              models=[{**asdict(r), "cost": r.cost} for r in rows])  # fmt: skip
     plot(args.plot, rows, args.peer, args.sparsity)
 

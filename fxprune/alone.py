@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from .call import leaves, map_specs, rigid
-from .channels import FROZEN, Axis, Channels
-from .discover import Discover, components_of
+from .channels import FROZEN, Axis, Channels, components_of
+from .discover import Discover
 from .recording import Trace
 from .spec import Spec
 

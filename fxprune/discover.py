@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from .algebra import Algebra
 from .call import Call, Named, Roles, leaves
-from .channels import FROZEN, Axis, Channels, SourceAxis, distinct, varying
+from .channels import FROZEN, Axis, Channels, SourceAxis, components_of, distinct, varying
 from .meanings import Decisions
 from .recording import Trace
 
@@ -459,16 +459,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, Channels):
         return all(len(axis.dims) == 1 for axis in value.axes)
     return isinstance(value, Named)
-
-
-def components_of(left: np.ndarray, right: np.ndarray, size: int) -> np.ndarray:
-    """The connected component of each of ``size`` items, linked in pairs."""
-    from scipy.sparse import coo_array  # here: it takes a tenth of a second to import
-    from scipy.sparse.csgraph import connected_components
-
-    ends = left.astype(np.int32), right.astype(np.int32)  # all that csgraph of SciPy 1.11 takes
-    links = coo_array((np.ones(len(left), dtype=np.int8), ends), shape=(size, size))
-    return connected_components(links, directed=False)[1]
 
 
 def cannot_be_set(model: nn.Module, name: str) -> str:

@@ -43,7 +43,8 @@ def expect(constants: Constants) -> None:
         values = walk.values_of(drawn.constant)
         unknown = torch.isnan(drawn.constant)
         read.mean = values.mean(0).masked_fill_(unknown, torch.nan)
-        read.variance = values.var(0, correction=0).masked_fill_(unknown, torch.nan)
+        # Tensor.var is slow along the first of the dimensions.
+        read.variance = (values - read.mean).square_().mean(0)
 
 
 def normal_points(count: int) -> Tensor:
@@ -79,7 +80,7 @@ class Expected(Constants):
         """Entries that hold ``values`` (draws, ...); NaN where one of them is none."""
         sign, table = (-1, self._plain) if len(values) == 1 else (1, self._drawn)
         entries = sign * table.add(values.reshape(len(values), -1)).reshape(values.shape[1:])
-        size = values.abs().sum(0)
+        size = torch.linalg.vector_norm(values, torch.inf, 0)  # NaN and infinite where one is
         entries.masked_fill_(size == 0, 0.0)
         return entries.masked_fill_(~size.isfinite(), torch.nan)
 
@@ -197,7 +198,8 @@ class _Table:
         """Where ``values`` (width, n) are from now on: (n,)."""
         first, self._count = self._count, self._count + values.shape[1]
         if self._count > len(self._rows):
-            self._rows = torch.cat([self._rows, self._rows.new_zeros(self._count, len(values))])
+            rows, self._rows = self._rows, self._rows.new_empty(4 * self._count, len(values))
+            self._rows[:first] = rows[:first]
         self._rows[first : self._count] = values.T
         return torch.arange(first, self._count, dtype=torch.float64)
 

@@ -90,7 +90,7 @@ class Orders(Algebra):
     def kept(self, units: Tensor) -> Tensor:
         return self._kept[units]
 
-    def _left(self, units: Tensor) -> Tensor:
+    def left(self, units: Tensor) -> Tensor:
         """What is left of units, in their order: once for all axes that share the array."""
         key = id(units)
         if key not in self._remaining:
@@ -152,7 +152,7 @@ class Orders(Algebra):
         elif isinstance(before, Channels) and isinstance(after, Channels):
             for axis in before.axes:
                 now = after.axis(axis.dims[0])
-                wanted = self._left(axis.units)
+                wanted = self.left(axis.units)
                 if now is not None and now.dims == axis.dims and not torch.equal(now.units, wanted):
                     yield axis, now.units, wanted
 

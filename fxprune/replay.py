@@ -21,7 +21,7 @@ from .call import Call, Named, Roles
 from .channels import Axis, Channels, SourceAxis
 from .discover import Relations
 from .faults import WrongAnswer, WrongSize, same_sizes
-from .layout import view_dims
+from .layout import broadcast_shape, view_dims
 from .orders import Mismatch, Orders, matching
 from .recording import Trace
 from .running import read_attribute
@@ -66,7 +66,7 @@ class Replay(Orders):
     def new_shape(self, x: Channels) -> tuple[int, ...]:
         shape = list(x.shape)
         for axis in x.axes:
-            for d, n in zip(axis.dims, self._left(axis.units).shape, strict=True):
+            for d, n in zip(axis.dims, self.left(axis.units).shape, strict=True):
                 shape[d] = n
         return tuple(shape)
 
@@ -253,7 +253,7 @@ class Replay(Orders):
 
     def shrunk(self, x: Channels) -> Channels:
         """What is left of a value whose channels stand as they stood."""
-        axes = (Axis(a.dims, self._left(a.units), blank=a.blank) for a in x.axes)
+        axes = (Axis(a.dims, self.left(a.units), blank=a.blank) for a in x.axes)
         return Channels(self.new_shape(x), tuple(axes), x.scalar, x.sums_to_one)
 
     def _stands(self, before: Any, after: Any) -> bool:
@@ -262,7 +262,7 @@ class Replay(Orders):
             return all(map(self._stands, before, after))
         for axis in before.axes if isinstance(before, Channels) else ():
             if len(axis.dims) == 1:
-                now, left = after.axis(axis.dims[0]), self._left(axis.units)
+                now, left = after.axis(axis.dims[0]), self.left(axis.units)
                 if now is None or now.dims != axis.dims or not torch.equal(now.units, left):
                     return False
         return True
@@ -283,13 +283,24 @@ class Replay(Orders):
         moving = {d for axis in before.axes for d in axis.dims}
         sizes = zip(before.shape, result.shape, strict=True)
         if any(old != new for d, (old, new) in enumerate(sizes) if d not in moving):
-            units = torch.from_numpy(self.units_around(call.node))
-            raise Mismatch(units, "what is left of them does not fit together", call)
+            raise self._misfit(call)
 
     def viewed(self, call: Call, x: Channels, shape: tuple[int, ...]) -> None:
         if math.prod(x.shape) != math.prod(shape):
-            units = torch.from_numpy(self.units_around(call.node))
-            raise Mismatch(units, "what is left of them does not fit together", call)
+            raise self._misfit(call)
+
+    def meet(self, call, operands, function=None, shape=None):
+        to = broadcast_shape([x.shape for x in operands]) if shape is None else shape
+        if any(
+            n not in (1, wanted)
+            for x in operands for n, wanted in zip(x.shape[::-1], to[::-1], strict=False)
+        ):  # fmt: skip
+            raise self._misfit(call)
+        return super().meet(call, operands, function, to)
+
+    def _misfit(self, call: Call) -> Mismatch:
+        units = torch.from_numpy(self.units_around(call.node))
+        return Mismatch(units, "what is left of them does not fit together", call)
 
     def groups_of(self, weight: Named, old: int) -> int:
         axes = self._by_name.get(weight.name)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import networkx as nx
 import numpy as np
+
+from .channels import components_of, distinct
 
 # Relative gap at which the search for the best balanced choice may stop.
 _GAP = 1e-3
@@ -57,28 +58,26 @@ class Choice:
     @cached_property
     def _parts(self) -> list[_Part]:
         """Units that no bin couples are chosen apart from those that one does."""
-        index = {int(u): i for i, u in enumerate(self.units)}
-        graph: nx.Graph = nx.Graph()
-        for b, rows in enumerate(self.bins):
-            graph.add_edges_from((("bin", b), index[int(u)]) for u in np.unique(rows) if u in index)
-        parts, binned = [], set()
-        for nodes in nx.connected_components(graph):
-            members = np.array(sorted(n for n in nodes if not isinstance(n, tuple)))
-            binned.update(members.tolist())
-            bins = [self.bins[n[1]] for n in nodes if isinstance(n, tuple)]
-            parts.append(self._part(members, bins))
-        rest = np.array([i for i in range(len(self.units)) if i not in binned], dtype=np.int64)
-        if len(rest):
-            parts.append(self._part(rest, []))
-        return parts
+        if not self.bins:
+            return [self._part(np.arange(len(self.units)), [])]
+        count, place = len(self.units), _places(self.units)
+        inside = [place(rows.reshape(-1)) for rows in self.bins]
+        of_bin = np.repeat(np.arange(count, count + len(self.bins)), [len(i) for i in inside])
+        at = np.concatenate(inside)
+        known = at >= 0
+        part = components_of(at[known], of_bin[known], count + len(self.bins))
+        joined = [np.flatnonzero(part == p) for p in distinct(part[count:])]
+        parts = [
+            self._part(nodes[nodes < count], [self.bins[n - count] for n in nodes if n >= count])
+            for nodes in joined if nodes[0] < count
+        ]  # fmt: skip
+        rest = np.flatnonzero(~np.isin(part[:count], part[count:]))
+        return [*parts, self._part(rest, [])] if len(rest) else parts
 
     def _part(self, members: np.ndarray, bins: list[np.ndarray]) -> _Part:
         units = self.units[members]
-        inside = set(units.tolist())
-        covers = [
-            c for c in self.covers
-            if len(c) <= len(inside) and 0 not in c and inside.issuperset(c.tolist())
-        ]  # fmt: skip
+        place = _places(units)
+        covers = [c for c in self.covers if place(c).min() >= 0]
         return _Part(members, units, self.scores[members], bins, covers)
 
 
@@ -122,14 +121,11 @@ class _Part:
         """The rows of the bins as index lists, where they are one partition of the units."""
         if not self.bins:
             return [np.arange(len(self.units))]
-        first = {tuple(sorted(row.tolist())) for row in self.bins[0]}
-        if any({tuple(sorted(row.tolist())) for row in rows} != first for rows in self.bins[1:]):
+        first, *others = (np.unique(np.sort(rows, axis=1), axis=0) for rows in self.bins)
+        at = _places(self.units)(first)
+        if (at < 0).any() or len(distinct(at)) != at.size:
             return None
-        index = {int(u): i for i, u in enumerate(self.units)}
-        flat = [u for row in first for u in row]
-        if len(set(flat)) != len(flat) or any(u not in index for u in flat):
-            return None
-        return [np.array([index[u] for u in row]) for row in sorted(first)]
+        return list(at) if all(np.array_equal(first, rows) for rows in others) else None
 
     def _covered(self, kept: np.ndarray) -> bool:
         return all(kept[np.isin(self.units, cover)].any() for cover in self.covers)
@@ -197,6 +193,13 @@ class _Part:
             options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
         )
         return None if result.x is None else result.x[:n] > 0.5
+
+
+def _places(units: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Where unit classes are among ``units``; -1 for those that are not."""
+    place = np.full(int(units.max()) + 2, -1)
+    place[units] = np.arange(len(units))
+    return lambda classes: place[np.minimum(classes, len(place) - 1)]
 
 
 def keep_count(width: int, sparsity: float, step: int = 1) -> int:

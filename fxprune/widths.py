@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 
+from .call import Call
 from .channels import Channels
+from .orders import Mismatch
 from .spec import Spec
 
 if TYPE_CHECKING:
@@ -30,18 +32,43 @@ class NewSizes:
             return self.replay.result_shape(self.node)
         return self.replay.result_shapes(self.node)
 
-    def keep(self, position: int, dim: int) -> Tensor | None:
-        """For each old slice of an argument along ``dim`` whether it stays; None where all do."""
-        source = self.node.args[position]
-        old = self.replay.before[source]
+    def keep(self, position: int, dim: int) -> Left | None:
+        """What stays of an argument along ``dim``; None where all does."""
+        old = self.replay.before[self.node.args[position]]
         axis = old.axis(dim) if isinstance(old, Channels) else None
         if axis is None:
             return None
-        kept = self.replay.kept(axis.units)
-        others = [i for i, d in enumerate(axis.dims) if d != dim % len(old.shape)]
-        any_kept = kept.any(others[0]) if len(others) == 1 else kept
-        if len(others) > 1:
-            any_kept = kept.flatten(0).new_tensor(
-                [bool(kept.select(axis.dims.index(dim), i).any()) for i in range(old.shape[dim])]
-            )
-        return None if bool(any_kept.all()) else any_kept
+        at = axis.dims.index(dim % len(old.shape))
+        kept = self.replay.kept(axis.units).movedim(at, -1)
+        rows = kept.reshape(-1, kept.shape[-1])
+        rows = rows[rows.any(1)]  # but those that go as a whole
+        some = rows.any(0, keepdim=True)
+        if self.replay.left(axis.units).shape[at] == some.sum():  # it is another one that is ragged
+            rows = some
+        call = Call(self.replay, self.node, None, (), {})
+        return None if bool(rows.all()) else Left(rows, axis.units, call)
+
+
+class Left:
+    """Which slices stay along one dimension of a tensor; where channels are cut in parts, in each
+    of these. What is asked of it has to be the same in all of them."""
+
+    def __init__(self, rows: Tensor, units: Tensor, call: Call) -> None:
+        self._rows, self._units, self._call = rows, units, call
+
+    def __len__(self) -> int:
+        """How many there were."""
+        return self._rows.shape[1]
+
+    def __getitem__(self, at: int) -> bool:
+        """Whether the slice that was at ``at`` stays."""
+        return bool(self._same(self._rows[:, at]))
+
+    def before(self, at: int) -> int:
+        """How many of the slices before the one at ``at`` stay."""
+        return int(self._same(self._rows[:, :at].sum(1)))
+
+    def _same(self, each: Tensor) -> Tensor:
+        if bool((each != each[0]).any()):
+            raise Mismatch(self._units, "its parts would have to keep different slices", self._call)
+        return each[0]

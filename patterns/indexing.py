@@ -50,14 +50,14 @@ def new_index(call, new):
         if isinstance(item, slice) and item.step in (None, 1):
             start, stop, _ = item.indices(len(keep))
             item = slice(
-                None if item.start is None else int(keep[:start].sum()),
-                None if item.stop is None or stop >= len(keep) else int(keep[:stop].sum()),
+                None if item.start is None else keep.before(start),
+                None if item.stop is None or stop >= len(keep) else keep.before(stop),
             )
         elif isinstance(item, int):
-            item = int(keep[: item % len(keep)].sum())
+            item = keep.before(item % len(keep))
         elif isinstance(item, list) and all(isinstance(i, int) for i in item):
             at = [i % len(keep) for i in item]
-            item = [int(keep[:i].sum()) for i in at if keep[i]]
+            item = [keep.before(i) for i in at if keep[i]]
         else:
             continue
         changed, items[place] = True, item

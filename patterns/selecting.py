@@ -9,7 +9,7 @@ def new_select(call, new):
     dim = call.arg(1, "dim") % len(call.channels().shape)
     keep = new.keep(0, dim)
     at = call.recorded(2, "index")
-    return {} if keep is None else {(2, "index"): int(keep[: at % len(keep)].sum())}
+    return {} if keep is None else {(2, "index"): keep.before(at % len(keep))}
 
 
 @register("select", resize=new_select)
@@ -27,7 +27,7 @@ def new_narrow(call, new):
     if keep is None:
         return {}
     start = call.recorded(2, "start") % len(keep)
-    return {(2, "start"): int(keep[:start].sum()), (3, "length"): new.result[dim]}
+    return {(2, "start"): keep.before(start), (3, "length"): new.result[dim]}
 
 
 @register("narrow", resize=new_narrow)

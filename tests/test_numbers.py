@@ -189,3 +189,33 @@ def test_the_length_of_a_tensor_is_one_of_its_sizes():
 def test_numbers_of_numpy_are_numbers(number):
     plan, _ = check(conv_net(lambda s, y: y * number), image())
     assert kept(plan, "a") == 4
+
+
+def heads_net(turn):
+    """Channels as four heads of 16, of which ``turn`` turns the first eight."""
+
+    def forward(s, x):
+        y = s.a(x).view(*x.shape[:-1], 4, 16)
+        turned = torch.cat([turn(y[..., :8]), y[..., 8:]], -1)
+        return s.b(turned.flatten(-2))
+
+    return Net(forward, a=nn.Linear(6, 64), b=nn.Linear(64, 4))
+
+
+def test_a_part_of_every_head_is_as_wide_as_what_is_left_of_it_in_each():
+    torch.manual_seed(0)
+    net = heads_net(torch.sigmoid)
+    plan, small = check(net, torch.randn(2, 5, 6, dtype=torch.float64), attention="head_dim")
+    rows = plan.kept["a.weight"][0].reshape(4, -1)
+    places = rows % 16
+    assert (places != places[0]).any()  # other slices in each head, but as many of each part
+    assert ((places < 8).sum(1) == 4).all() and small.a.out_features == 32
+
+
+def test_a_part_of_every_head_that_meets_a_fixed_table_stays_and_the_line_is_named():
+    torch.manual_seed(0)
+    table = torch.linspace(0.5, 2, 8, dtype=torch.float64)
+    net = heads_net(lambda part: part * table)
+    plan, _ = check(net, torch.randn(2, 5, 6, dtype=torch.float64), attention="head_dim",
+                    shrinks=False)  # fmt: skip
+    assert "a" in dict(plan.skipped), plan
