@@ -36,8 +36,8 @@ from zoo import FAMILIES
 
 import fxprune
 from fxprune import tree
-from fxprune.history import steps
 from fxprune.running import bind_inputs
+from fxprune.saving.history import steps
 
 CHOSEN = {
     "torchvision": ("resnet18", "mobilenet_v3_small", "shufflenet_v2_x1_0", "densenet121",

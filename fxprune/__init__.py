@@ -8,9 +8,10 @@ import fxprune.patterns as patterns
 
 from . import importance, masks
 from .api import prune
-from .batchnorm import recalibrate_batchnorm
 from .benchmarking import BenchmarkResult, benchmark
-from .budgets import Reached, Target
+from .budgets.target import Reached, Target
+from .budgets.timing import LatencyTable
+from .calibration.batchnorm import recalibrate_batchnorm
 from .compacting import compact
 from .errors import (
     FileError,
@@ -23,7 +24,6 @@ from .errors import (
     PruningWarning,
     SettingError,
 )
-from .loading import load
 from .pattern_check import check_pattern
 from .pattern_types import Pattern, pattern
 from .planning import plan
@@ -31,8 +31,8 @@ from .pruner import Pruner
 from .pruning_plan import ChannelGroup, PruningPlan
 from .recorder import trace
 from .registry import register, unregister
-from .saving import save
-from .timing import LatencyTable
+from .saving.loader import load
+from .saving.saver import save
 
 __version__ = "0.1.0"
 __all__ = [

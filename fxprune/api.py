@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from .budgets import Target
+from .budgets.target import Target
 from .errors import SettingError
 from .pattern_types import Pattern
 from .planning import plan

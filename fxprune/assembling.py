@@ -13,10 +13,10 @@ from .announced import announced
 from .call import node_name
 from .code import Borrowed
 from .errors import warn
-from .places import places
 from .probe import probed
 from .pruning_plan import ChannelGroup, PruningPlan
 from .replay import Replay
+from .saving.places import places
 
 if TYPE_CHECKING:
     from .planner import Planner

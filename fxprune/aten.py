@@ -10,6 +10,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import sizes, tree
+from .nodes import Nodes
 from .registry import for_function
 from .spec import BASIC, spec
 
@@ -42,16 +43,16 @@ def followed(graph: fx.Graph) -> bool:
 class AtenRecorder(TorchDispatchMode):
     """The aten ops beneath one call, as a small graph of their own."""
 
-    def __init__(self, recorder: Any, inputs: list[tuple[torch.Tensor, int]]) -> None:
+    def __init__(self, outer: Nodes, inputs: list[tuple[torch.Tensor, int]]) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._outer = outer
         self.graph = fx.Graph()
         self._nodes: dict[int, tuple[fx.Node, tuple[Any, ...]]] = {}
         self._alive: list[Any] = []  # ids stay valid for the length of the call
         for t, _ in inputs:
             if id(t) not in self._nodes:
                 node = self.graph.placeholder("input")
-                node.meta["spec"], node.meta["outer"] = spec(t), recorder.argument(t)
+                node.meta["spec"], node.meta["outer"] = spec(t), outer.argument(t)
                 self._nodes[id(t)] = (node, ())
                 self._alive.append(t)
 
@@ -75,7 +76,7 @@ class AtenRecorder(TorchDispatchMode):
     def _argument(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if id(value) not in self._nodes:
-                named = self._recorder.named.get(id(value))
+                named = self._outer.named.get(id(value))
                 name = named or "constant"
                 node = self.graph.create_node("get_attr", name)
                 node.meta["spec"], node.meta["constant"] = spec(value), named is None

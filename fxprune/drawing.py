@@ -9,9 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .container import speaking_of
 from .describing import axes_kept, group_of_axis, owner
 from .errors import SettingError
+from .saving.container import speaking_of
 
 
 def draw(plan: Any, path: str | os.PathLike[str] | None = None) -> Any:

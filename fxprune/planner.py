@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from . import fusions, groups, importance, kept
 from .assembling import assemble
-from .budgeting import Budget
+from .budgets.budget import Budget
+from .budgets.searching import Options
+from .calibration.reconstruction import Reconstruction
 from .channels import SourceAxis
 from .code import CannotRewrite, Code, rewrite
 from .constants import Constants
@@ -24,11 +26,9 @@ from .fold import Folds, folds
 from .orders import Mismatch
 from .owed import Owed
 from .pruning_plan import PruningPlan
-from .reconstruction import Reconstruction
 from .recording import Trace
 from .replay import Replay
 from .scope import MOST, Contender, fractions, structure, work_of
-from .searching import Options
 from .select import Choice, keep_count
 from .settings import Settings, matches
 

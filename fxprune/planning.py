@@ -10,17 +10,17 @@ from typing import Any, Literal
 from torch import nn
 
 from . import fusions
-from .batches import Batches
-from .budgeting import Budget
-from .budgets import Target
-from .calibrating import calibrate, check_mode
+from .budgets.budget import Budget
+from .budgets.target import Target
+from .calibration.batches import Batches
+from .calibration.calibrate import calibrate, check_mode
+from .calibration.reconstruction import Reconstruction
 from .check import check_model
 from .discover import discover
 from .errors import InputError, PatternError, PruningError, SettingError
 from .pattern_types import Pattern
 from .planner import Planner
 from .pruning_plan import PruningPlan
-from .reconstruction import Reconstruction
 from .recorder import record
 from .recording import Trace
 from .registry import every, scope
@@ -67,7 +67,7 @@ def plan(
             (``Taylor(batches, loss=...)``), a function of your own, or a mapping from group names
             or globs to these or to scores. With ``calibration``, ``"reconstruction"`` keeps the
             units from which the layers behind can best predict the others
-            (:mod:`fxprune.reconstruction`).
+            (:mod:`fxprune.calibration.reconstruction`).
         scope: ``"local"``: every group loses the same fraction. ``"global"``: all units of all
             groups compete by their scores, and that fraction of all of them goes; with
             ``importance="reconstruction"`` groups lose more or less of their units, where it
@@ -80,7 +80,7 @@ def plan(
             default 0.9, and any with ``scope="local"``.
         round_to: kept widths are multiples of this where they shrink at all; in channels, also
             where they go several at a time (heads). ``"auto"``: what the device works well with
-            (:func:`fxprune.rounding.preferred`).
+            (:func:`fxprune.budgets.rounding.preferred`).
         bias: ``"expected"`` moves what removed channels said in the mean, as far as batch norms
             tell (:mod:`fxprune.expected`), into the layers that read them; the masked model says
             the same. ``"propagate"`` moves what they still emit when a mask takes their weights

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import chosen
-from .budgeting import Budget
+from .budgets.budget import Budget
 from .check import check_model
 from .errors import ModelError, PlanError, PruningWarning, SettingError, warn
 from .fold import Folds
 from .importance import resolve
-from .indices import Malformed
 from .kept import composed
 from .mask import is_masked
 from .optimizer_state import check_optimizers, cuts, install, regroup
@@ -26,9 +24,11 @@ from .owed import Owed, Widths, since
 from .planning import plan
 from .proof import prove
 from .pruning_plan import PruningPlan
-from .restoring import restore
 from .rewrite import Journal, apply_with_journal, make_parameter, undoing
 from .running import count_parameters, read_attribute
+from .saving import chosen
+from .saving.indices import Malformed
+from .saving.restoring import restore
 from .schedules import shares
 from .scope import MOST
 

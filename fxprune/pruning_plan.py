@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from . import masking, report, rewrite
 from . import penalty as penalties
-from .budgets import Reached
+from .budgets.target import Reached
 from .channels import SourceAxis
 from .code import Borrowed, Code
 from .constants import Constants
@@ -161,7 +161,7 @@ class PruningPlan:
             PlanError: the plan is calibrated: its predictions are those of one model's weights.
             FileError: the file cannot be written.
         """
-        from . import plan_file  # it makes plans, and so stands right of this file
+        from .saving import plan_file  # it makes plans, and so stands right of this file
 
         plan_file.save(self, path)
 
@@ -189,7 +189,7 @@ class PruningPlan:
             FileError: the file is damaged, or none of :meth:`save`.
             PlanError: it is of another model; the message names the first tensor that differs.
         """
-        from . import plan_file
+        from .saving import plan_file
 
         return plan_file.load(path, model, example_input=example_input, patterns=patterns)
 

@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from . import importance
-from .budgets import Target
+from .budgets.rounding import preferred
+from .budgets.target import Target
 from .errors import SettingError
-from .rounding import preferred
 from .running import modules_of
 from .scope import SCOPES
 

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 import fxprune
-from fxprune import container, loading, masks
+from fxprune import masks
+from fxprune.saving import container, loader
 
 from .snapshot import Snapshot
 from .test_rewritten import ViewLiteral, images
@@ -308,7 +309,7 @@ def test_an_error_at_the_very_end_is_taken_back(files, monkeypatch):
         model = build()
         before = Snapshot(model)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(loading, "as_texts", fail)
+            patch.setattr(loader, "as_texts", fail)
             fxprune.load(model, files / f"{name}.safetensors")
         assert before.differences() == []
 

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxprune
-from fxprune.batches import as_input
+from fxprune.calibration.batches import as_input
+from fxprune.calibration.readers import Run
+from fxprune.calibration.regression import Sums
 from fxprune.errors import SettingError
 from fxprune.proof import prove
-from fxprune.readers import Run
-from fxprune.regression import Sums
 
 from .test_trace import Net
 

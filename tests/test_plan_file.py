@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import fxprune
-from fxprune import plan_file
 from fxprune.describing import describe
+from fxprune.saving import plan_file
 
 from .oracle import awake, difference, run, state
 from .snapshot import Snapshot

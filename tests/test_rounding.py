@@ -8,7 +8,7 @@ import torchvision
 from torch import nn
 
 import fxprune
-from fxprune.rounding import preferred
+from fxprune.budgets.rounding import preferred
 
 X = torch.randn(1, 3, 8, 8)
 

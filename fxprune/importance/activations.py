@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from ..batches import Batches
+from ..calibration.batches import Batches
+from ..calibration.readers import Everything, Reader, Run, reader_of
 from ..channels import Axis, Channels, SourceAxis
 from ..errors import SettingError
 from ..progress import tracking
-from ..readers import Everything, Reader, Run, reader_of
 from ..recording import uses_of
 from ..running import evaluating
 from .criterion import Context, Criterion, Importance, Measured, Unscored

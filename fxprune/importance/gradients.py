@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .. import tree
-from ..batches import Batches, as_input, labels_of
+from ..calibration.batches import Batches, as_input, labels_of
 from ..channels import SourceAxis
 from ..errors import InputError, ModelError, SettingError
 from ..progress import tracking

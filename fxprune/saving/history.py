@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from ..code import Code
+from ..kept import composed
+from ..mask import parametrizations
+from ..running import dotted, modules_of, tensors_of
 from . import chosen
-from .code import Code
 from .indices import Indices, Malformed, Table
-from .kept import composed
-from .mask import parametrizations
-from .running import dotted, modules_of, tensors_of
 
 STEPS = "_fxprune_steps"  # of a pruned model: texts, oldest first
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .mask import Mask, parametrizations
-from .running import dotted
+from ..mask import Mask, parametrizations
+from ..running import dotted
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from .discover import Relations
-from .fold import placed
+from ..discover import Relations
+from ..fold import placed
+from ..recording import Trace
+from ..running import evaluating
 from .readers import Everything, Reader, Run, find_readers, live_weight
-from .recording import Trace
 from .regression import Products
-from .running import evaluating
 
 ROUNDS = 64  # in which the units of a group are taken, several at a time where it has more
 _TINY = 1e-9  # of the mean variance: what two channels say alike is not told apart further

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import PlanError
+from ..running import shape_of
 from . import container
 from .container import Container
-from .errors import PlanError
 from .history import Step, Value, expect, in_order, shape_after
 from .indices import Malformed
 from .places import computed_names, places
-from .running import shape_of
-from .saving import MASK, SCHEMA, full
+from .saver import MASK, SCHEMA, full
 
 
 @dataclass(frozen=True)

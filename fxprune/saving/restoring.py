@@ -9,19 +9,19 @@ import numpy as np
 import torch
 from torch import nn
 
+from .. import groups, tree
+from ..compacting import AsTheyAre
+from ..constants import Constants
+from ..errors import InputError, PlanError, SettingError
+from ..fold import Folds
+from ..pattern_types import Pattern
+from ..planner import Planner
+from ..planning import make_plan
+from ..pruning_plan import PruningPlan
+from ..running import device_of
+from ..settings import Settings
 from . import example as examples
-from . import groups, tree
 from .chosen import Chosen, main_dtype
-from .compacting import AsTheyAre
-from .constants import Constants
-from .errors import InputError, PlanError, SettingError
-from .fold import Folds
-from .pattern_types import Pattern
-from .planner import Planner
-from .planning import make_plan
-from .pruning_plan import PruningPlan
-from .running import device_of
-from .settings import Settings
 
 # How units were chosen is over, and nothing asks for it.
 UNKNOWN: Any = dict.fromkeys(("sparsity", "ignore", "importance", "scope", "round_to"))

@@ -14,23 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import container, registry
-from .check import check_bare
+from .. import registry
+from ..check import check_bare
+from ..code import Borrowed, rewritten_class
+from ..errors import ModelError
+from ..fold import Folds
+from ..mask import is_masked, parametrizations, put_on
+from ..pattern_types import Pattern
+from ..rewrite import Journal, apply_with_journal
+from ..running import read_attribute, shape_of, tensors_of
+from . import container
 from .chosen import Chosen, main_dtype
-from .code import Borrowed, rewritten_class
 from .container import Container
-from .errors import ModelError
 from .fitting import Description, Fitting, described
-from .fold import Folds
 from .history import STEPS, Step, as_texts, first_difference, steps
 from .indices import Malformed
-from .mask import is_masked, parametrizations, put_on
-from .pattern_types import Pattern
 from .places import names_of, places
 from .restoring import restore
-from .rewrite import Journal, apply_with_journal
-from .running import read_attribute, shape_of, tensors_of
-from .saving import MASK, full
+from .saver import MASK, full
 
 
 def load(

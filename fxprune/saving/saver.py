@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..check import check_bare
+from ..errors import ModelError
+from ..mask import mask_of, masked_names
+from ..rewrite import memory_format
+from ..running import dotted, shape_of
 from . import container
-from .check import check_bare
-from .errors import ModelError
 from .history import Step, histories, steps
-from .mask import mask_of, masked_names
 from .places import Place, computed_names, names_of, places
-from .rewrite import memory_format
-from .running import dotted, shape_of
 
 SCHEMA = 1
 MASK = ":mask"  # after a tensor's name: where it is not masked

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from . import benchmarking
-from .budgets import CLOSE, Measure, Reached, Target, show
+from .. import benchmarking
+from ..discover import Relations
+from ..errors import warn
+from ..fold import Folds
+from ..recording import Trace
 from .counting import Lengths, Term, multiply_accumulates, parameters, product_of
-from .discover import Relations
-from .errors import warn
-from .fold import Folds
 from .latency import Latency
-from .recording import Trace
 from .searching import Options, Search
+from .target import CLOSE, Measure, Reached, Target, show
 
 _RETRIES = 3  # of plans that come out otherwise than was foreseen: carriers, new biases
 

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..channels import SourceAxis
+from ..discover import Relations
+from ..errors import PlanError
+from ..running import shape_of
+from ..settings import ATTENTION, BIASES
 from . import example
-from .channels import SourceAxis
-from .discover import Relations
-from .errors import PlanError
 from .indices import Indices, Malformed, Table
-from .running import shape_of
-from .settings import ATTENTION, BIASES
 
 FLAGS = ("removed", "silent", "carriers")
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..running import bind_inputs
 from .indices import Malformed
-from .running import bind_inputs
 
 LARGEST = 1 << 22  # elements in all; a run on more is for the caller to ask for
 _STORED = 1 << 20  # bytes of integers in all

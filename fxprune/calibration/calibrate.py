@@ -2,8 +2,8 @@
 
 The recorded run is replayed on many inputs, by the model as it is and by the masked one side by
 side. At each layer that reads channels, those of the first are predicted from those of the second
-that stay (:mod:`fxprune.regression`), and the prediction is folded into the layer's weight and bias
-before the run goes on: so later layers see what the earlier ones have become.
+that stay (:mod:`.regression`), and the prediction is folded into the layer's weight and bias before
+the run goes on: so later layers see what the earlier ones have become.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from . import masking
-from .constants import Constants
-from .errors import SettingError
-from .fold import Mix, mixed, placed, sink_of
-from .mask import bake
-from .progress import tracking
-from .pruning_plan import PruningPlan
+from .. import masking
+from ..constants import Constants
+from ..errors import SettingError
+from ..fold import Mix, mixed, placed, sink_of
+from ..mask import bake
+from ..progress import tracking
+from ..pruning_plan import PruningPlan
+from ..reference import Counting, tensor_nodes
+from ..rewrite import apply
+from ..running import evaluating, read_attribute
 from .readers import Everything, Reader, Run, find_readers, live_weight
-from .reference import Counting, tensor_nodes
 from .regression import Sums
-from .rewrite import apply
-from .running import evaluating, read_attribute
 
 MODES = ("sequential", "parallel")
 

@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from .channels import Channels
+from ..channels import Channels
+from ..discover import Relations
+from ..layout import view_dims
+from ..progress import tracking
+from ..recording import Trace
+from ..rewrite import memory_format
+from ..running import bind_inputs, computed_by_hook, copy_model, evaluating, tensors_of
+from ..spec import Spec
+from ..widths import NewSizes
 from .counting import Count, Lengths, product_of, tensor_lengths
-from .discover import Relations
-from .layout import view_dims
-from .progress import tracking
-from .recording import Trace
-from .rewrite import memory_format
-from .running import bind_inputs, computed_by_hook, copy_model, evaluating, tensors_of
-from .spec import Spec
 from .timing import LatencyTable
-from .widths import NewSizes
 
 _FEW = 3  # layers that are timed without a progress bar
 _RUNGS = 16  # widths of a group that are tried, at least where it has as many

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..errors import SettingError
+from ..running import bind_inputs
 from .batches import Batches
-from .errors import SettingError
-from .running import bind_inputs
 
 
 def recalibrate_batchnorm(

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .benchmarking import seconds_of
-from .errors import SettingError, warn
+from ..benchmarking import seconds_of
+from ..errors import SettingError, warn
 
 Timer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], float]
 

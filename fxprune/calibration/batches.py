@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import tree
-from .errors import InputError, SettingError
-from .running import describe, device_of
+from .. import tree
+from ..errors import InputError, SettingError
+from ..running import describe, device_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 

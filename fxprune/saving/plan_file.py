@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..budgets.target import MEASURES, Reached
+from ..errors import ModelError, PlanError
+from ..pattern_types import Pattern
+from ..pruning_plan import PruningPlan
 from . import chosen, container
-from .budgets import MEASURES, Reached
-from .errors import ModelError, PlanError
 from .history import Step, expect, first_difference, kept_of
 from .indices import Malformed
-from .pattern_types import Pattern
 from .places import places
-from .pruning_plan import PruningPlan
 from .restoring import Reason, restore
 
 SCHEMA = 1

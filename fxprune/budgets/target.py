@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
-from .errors import SettingError
+from ..errors import SettingError
 from .timing import LatencyTable
 
 CLOSE = 0.01  # relative distance from what is asked for that is as good as there

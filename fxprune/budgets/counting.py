@@ -19,14 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from . import tree
-from .channels import Channels, varying
-from .discover import Product, Relations
-from .errors import InputError
-from .layout import view_dims
-from .readers import Run
-from .recording import Trace
-from .running import evaluating, read_attribute
+from .. import tree
+from ..calibration.readers import Run
+from ..channels import Channels, varying
+from ..discover import Product, Relations
+from ..errors import InputError
+from ..layout import view_dims
+from ..recording import Trace
+from ..running import evaluating, read_attribute
 
 
 class Lengths:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .errors import FileError
+from ..errors import FileError
 from .indices import Malformed
 
 KEY = "fxprune"

@@ -1,0 +1,237 @@
+"""Which node of the graph stands for which value of a run.
+
+Tensors are known by weak reference, so no activation is kept alive; sizes by the expression that
+they were computed by; what no recorded call has made is a tensor of the model or a constant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import operator
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from . import sizes, tree
+from .errors import ModelError
+from .recording import after_write
+from .running import named_tensors, read_attribute
+from .spec import BASIC, spec
+
+# Nothing in a frame of these folders is the user's own code.
+_LIBRARY = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/", "<")
+
+
+class Nodes:
+    """The nodes of a run as it goes on.
+
+    Args:
+        modules: of the model, by path.
+    """
+
+    def __init__(self, model: nn.Module, modules: dict[str, nn.Module]) -> None:
+        self.model = model
+        self.graph = fx.Graph()
+        self.count = 0
+        self.running: list[int] = []  # the calls of modules at work, the outermost first
+        self.named = {id(t): name for name, t in named_tensors(modules)}
+        self.constants: dict[str, Any] = {}
+        self.escapes: list[tuple[fx.Node, str, str]] = []
+        self._handing = False
+        # id of a live tensor -> (weak reference, node, path of keys into the node's result)
+        self._known: dict[int, tuple[weakref.ref, fx.Node, tuple[Any, ...]]] = {}
+        self._memo: dict[Any, fx.Node] = {}
+
+    def placeholders(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A placeholder an argument; the inputs are shared, their tensors known by identity."""
+        try:
+            parameters = inspect.signature(self.model.forward).parameters
+        except (TypeError, ValueError):
+            parameters = {}  # type: ignore[assignment]
+        positional = [
+            n
+            for n, p in parameters.items()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        names = positional[: len(args)] + [f"arg{i}" for i in range(len(positional), len(args))]
+        for name, value in [*zip(names, args, strict=True), *kwargs.items()]:
+            node = self.add(self.graph.placeholder(name), value)
+            self.learn(value, node, ())
+        return args, kwargs
+
+    def add(self, node: fx.Node, value: Any) -> fx.Node:
+        node.meta["spec"] = spec(value)
+        node.meta["call"] = self.running[-1] if self.running else None
+        node.meta["index"] = self.count
+        self.count += 1
+        return node
+
+    def learn(self, value: Any, node: fx.Node, path: tuple[Any, ...]) -> None:
+        """From now on, the tensors in ``value`` are the result of ``node``."""
+        if isinstance(value, torch.Tensor):
+            self._known[id(value)] = (weakref.ref(value), node, path)
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                self.learn(item, node, (*path, key))
+        elif isinstance(value, (tuple, list)):
+            for i, item in enumerate(value):
+                self.learn(item, node, (*path, i))
+
+    def argument(self, value: Any) -> Any:
+        """``value`` as an argument of a node: tensors and traced sizes become nodes."""
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value)
+        if isinstance(value, (sizes.TracedInt, sizes.TracedFloat)):
+            return self._size(value)
+        if isinstance(value, PackedSequence):  # whose constructor takes tensors only
+            parts = tuple(self.argument(part) for part in value)
+            return self.add(self.graph.call_function(type(value), parts), value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {
+                f.name: self.argument(getattr(value, f.name)) for f in dataclasses.fields(value)
+            }
+            return self.add(self.graph.call_function(type(value), (), fields), value)
+        if isinstance(value, (tuple, list, dict, slice)):
+            return tree.rebuild(value, self.argument)
+        if isinstance(value, bool) or type(value) in BASIC:
+            return value
+        if isinstance(value, range):
+            return range(*(int(n) for n in (value.start, value.stop, value.step)))
+        if isinstance(value, int):
+            return int(value)
+        if isinstance(value, np.generic):  # numpy's own numbers
+            return value.item()
+        # An object of the model's own. Where it is handed to code that is recorded too, its tensors
+        # are known when they come back; elsewhere they go where no rule can follow.
+        for inside in () if self._handing else tree.tensors(value):
+            node = self.tensor(inside)
+            self.escapes.append((node, f"a {type(value).__name__}", where()))
+        return self._constant(value, "object")
+
+    def handed(self, value: Any) -> Any:
+        """``value`` from one module of the model to another."""
+        self._handing = True
+        try:
+            return self.argument(value)
+        finally:
+            self._handing = False
+
+    def tensor(self, value: torch.Tensor) -> fx.Node:
+        known = self._known.get(id(value))
+        if known is None or known[0]() is not value:
+            return self._unknown(value)
+        return self._at(*known[1:])
+
+    def _at(self, node: fx.Node, path: tuple[Any, ...]) -> fx.Node:
+        """The node of what lies at ``path`` in the result of ``node``."""
+        for key in path:
+            node = self._item(node, key)
+        return node
+
+    def _item(self, node: fx.Node, key: Any) -> fx.Node:
+        memo = (node, key)
+        if memo not in self._memo:
+            item = node.meta["spec"][key]
+            self._memo[memo] = self.add(
+                self.graph.call_function(operator.getitem, (node, key)), item
+            )
+            self._memo[memo].meta["spec"] = item
+        return self._memo[memo]
+
+    def _unknown(self, value: torch.Tensor) -> fx.Node:
+        """A tensor that no recorded call has returned: of the model, an alias, or a constant."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            raise ModelError(
+                f"{type(self.model).__name__} transforms functions as it runs (torch.vmap, "
+                f"torch.func), which cannot be recorded: {where()}. Write it as ordinary calls"
+            )
+        if id(value) in self.named:
+            name = self.named[id(value)]
+            if ("get_attr", name) not in self._memo:
+                self._memo["get_attr", name] = self.add(self._get_attr(name), value)
+            return self._memo["get_attr", name]
+        for reference, node, path in self._known.values():
+            other = reference()
+            if other is not None and _same_memory(other, value):
+                self.learn(value, node, path)
+                return self.tensor(value)
+        return self._constant(value, "tensor")
+
+    def _constant(self, value: Any, kind: str) -> fx.Node:
+        key = ("constant", id(value))
+        if key not in self._memo:
+            name = f"_{kind}_constant{len(self.constants)}"
+            self.constants[name] = value
+            self._memo[key] = self.add(self._get_attr(name), value)
+        return self._memo[key]
+
+    def _get_attr(self, name: str) -> fx.Node:
+        # Graph.get_attr warns about whatever is not a tensor of the model.
+        return self.graph.create_node("get_attr", name)
+
+    def _size(self, number: Any) -> Any:
+        """The node that computes a traced number; a plain number as it is."""
+        origin = getattr(number, "origin", None)
+        if origin is None:
+            return number
+        key = sizes.expression(number)
+        if key not in self._memo:
+            self._memo[key] = self.add(self._size_node(origin), number)
+        return self._memo[key]
+
+    def _size_node(self, origin: sizes.Origin) -> fx.Node:
+        if isinstance(origin, sizes.Dimension):
+            return self.graph.call_method("size", (origin.source, origin.dim))
+        if isinstance(origin, sizes.Operation):
+            operands = tuple(self._size(operand) for operand in origin.operands)
+            return self.graph.call_function(origin.function, operands)
+        if origin.index is None:
+            return self._get_attr(origin.name)
+        key = ("attribute", origin.name)
+        if key not in self._memo:
+            value = read_attribute(self.model, origin.name)
+            self._memo[key] = self.add(self._get_attr(origin.name), value)
+        return self.graph.call_function(operator.getitem, (self._memo[key], origin.index))
+
+    def changed_in_place(self, changed: torch.Tensor, node: fx.Node, result: Any) -> None:
+        """Other live tensors on the memory that ``node`` wrote to are new values from here on."""
+        storage = changed.untyped_storage()._cdata
+        for key, (reference, before, path) in list(self._known.items()):
+            other = reference()
+            if other is None:
+                del self._known[key]  # or the deeper the model, the longer this takes
+                continue
+            if other is result or other.untyped_storage()._cdata != storage:
+                continue
+            after = self.graph.call_function(after_write, (self._at(before, path), node))
+            after = self.add(after, other)
+            self.learn(other, after, ())
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.layout == b.layout == torch.strided
+        and a.numel() > 0
+        and a.data_ptr() == b.data_ptr()
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+    )
+
+
+def where() -> str:
+    """File and line of the innermost frame that is neither PyTorch's nor ours."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_LIBRARY):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
