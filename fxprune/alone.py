@@ -62,5 +62,5 @@ class OldSizes:
     def result(self) -> Any:
         return self.spec.shape if isinstance(self.spec, Spec) else [s.shape for s in self.spec]
 
-    def keep(self, position: int, dim: int) -> None:
+    def keep(self, dim: int) -> None:
         return None

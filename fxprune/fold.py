@@ -136,7 +136,7 @@ def folds(
             if bool(nonzero.any()):
                 _fold(result, constants, read, said, nonzero, alive, model, exact)
             if len(several) == 1 and read.variance is not None and bool(gone.any()):
-                _quieten(result, constants, read, gone)
+                _amplify(result, constants, read, gone)
     result.notes = list(dict.fromkeys(result.notes))
     return result
 
@@ -187,9 +187,15 @@ def _said(reads: list[Read]) -> Tensor:
     return torch.where(near | torch.isnan(mean), constant, mean)
 
 
-def _quieten(result, constants, read, gone) -> None:
-    """A batch norm that is all that reads the layer learns how much less its inputs vary, if
-    channels vary independently."""
+def _amplify(result, constants, read, gone) -> None:
+    """A batch norm that is all that reads the layer scales what is left so that it predicts the
+    whole best, by what channels have in common.
+
+    The output is k + g, of channels that stay and that go. If all were independent, its variance
+    would be I = Σ W² · variance; C, by which what the norm has measured exceeds that, is common. If
+    the kept ones have the share q of I, and q of the common amplitude, then the multiple of k that
+    predicts k + g best is c = 1 + (1 - q) C / (q C + I): cov(k, k + g) over var(k).
+    """
     users = list(read.call.node.users)
     norm = constants.norms.get(users[0]) if len(users) == 1 else None
     name = None if norm is None else norm.measured
@@ -200,11 +206,15 @@ def _quieten(result, constants, read, gone) -> None:
     if not bool(going.any()):
         return
     both = torch.stack([read.variance, going])
-    before, goes = delta_of(constants, read, both, squared=True)
-    share = torch.where(before > 0, goes / before, 0.0)
+    alone, goes = delta_of(constants, read, both, squared=True)
+    measured = constants.read(name)
+    common = (measured.to(alone) - alone).clamp(min=0)
+    goes = torch.where(alone > 0, goes / alone, 0.0)
+    factor = 1 + torch.where(goes > 0, goes * common / ((1 - goes) * common + alone), 0.0)
     path, _, attribute = name.rpartition(".")
-    variance = constants.read(name)
-    result.shifts.append(Shift(path, attribute, -share.to(variance) * variance, True, name))
+    delta = (1 / factor.square() - 1).to(measured) * measured
+    if bool(delta.any()):
+        result.shifts.append(Shift(path, attribute, delta, True, name))
 
 
 def _fold(result, constants, read, said, nonzero, alive, model, exact) -> None:

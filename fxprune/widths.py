@@ -32,9 +32,10 @@ class NewSizes:
             return self.replay.result_shape(self.node)
         return self.replay.result_shapes(self.node)
 
-    def keep(self, position: int, dim: int) -> Left | None:
-        """What stays of an argument along ``dim``; None where all does."""
-        old = self.replay.before[self.node.args[position]]
+    def keep(self, dim: int) -> Left | None:
+        """What stays of the first argument along ``dim``; None where all does."""
+        first = self.node.args[0] if self.node.args else self.node.kwargs["input"]
+        old = self.replay.before[first]
         axis = old.axis(dim) if isinstance(old, Channels) else None
         if axis is None:
             return None

@@ -10,8 +10,8 @@ from fxprune.registry import register
 
 def same_scale(call, new):
     """The default scale reads the width of a head: it stays what it was."""
-    width = call.node.args[0].meta["spec"].shape[-1]
-    if call.channels().shape[-1] == width or call.kwargs.get("scale") is not None:
+    width = call.recorded(0, "query").shape[-1]
+    if call.channels(0, "query").shape[-1] == width or call.kwargs.get("scale") is not None:
         return {}
     return {(6, "scale"): width**-0.5}
 
@@ -19,16 +19,17 @@ def same_scale(call, new):
 @register("scaled_dot_product_attention", resize=same_scale)
 def attention(a, call):
     """q and k share their head dimension's units, all of them share heads."""
-    q, k, v = (a.channels(value) for value in call.inputs[:3])
+    given = [(0, "query"), (1, "key"), (2, "value")]
+    q, k, v = (call.channels(*place) for place in given)
     if call.kwargs.get("enable_gqa"):
-        k, v = (repeated(a, call, x, i) for i, x in ((1, k), (2, v)))
-    masks = [a.channels(value) for value in call.inputs[3:]]
-    return mix(a, call, q, k, v, masks)
+        heads, *own = (call.recorded(*place).shape[-3] for place in given)
+        k, v = (repeated(a, call, x, heads, n) for x, n in zip((k, v), own, strict=True))
+    mask = call.arg(3, "attn_mask")
+    return mix(a, call, q, k, v, [] if mask is None else [a.channels(mask)])
 
 
-def repeated(a, call, x, position):
+def repeated(a, call, x, heads, own):
     """Heads of keys or values, each as often as queries share it."""
-    heads, own = (call.node.args[i].meta["spec"].shape[-3] for i in (0, position))
     at, times = len(x.shape) - 3, heads // own
     shape = (*x.shape[:at], x.shape[at] * times, *x.shape[at + 1 :])
     return a.move(call, x, lambda t: t.repeat_interleave(times, at), shape, touched=[at])

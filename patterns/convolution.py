@@ -11,7 +11,9 @@ from fxprune.registry import register
 
 
 def convolve(a, call, x, weight, bias, groups, *, transposed, border):
-    """Each group's input channels are read by its filters; filters make the result's channels."""
+    """Each group's input channels are read by its filters; filters make the result's channels.
+
+    ``groups`` is how many there were when the run was recorded."""
     shape = call.shape
     w_shape, old = weight_shape(a, call, weight), weight_spec(a, call, weight)
     kernel = w_shape[2:]
@@ -117,24 +119,39 @@ def conv_module(a, call):
     )
 
 
-@register("conv1d", "conv2d", "conv3d", kind="conv", bias=(2, "bias"))
+def new_groups(position, transposed=False):
+    """For a call whose groups are an argument: groups of one channel or filter can go."""
+
+    def resize(call, new):
+        if call.recorded(position, "groups", 1) == 1:
+            return {}
+        shape = weight_shape(call.algebra, call, call.arg(1, "weight"))
+        channel = len(new.result) - len(shape) + 1
+        whole = new.result[channel] if transposed else call.channels().shape[channel]
+        return {(position, "groups"): whole // shape[1]}
+
+    return resize
+
+
+@register("conv1d", "conv2d", "conv3d", kind="conv", bias=(2, "bias"), resize=new_groups(6))
 def conv_function(a, call):
     """y[o] = Σᵢ W[o, i] * x[i] + b[o], with the weight as an argument."""
     weight = call.arg(1, "weight")
     border = border_of(False, call.arg(4, "padding", 0), "zeros", ())
     return convolve(
-        a, call, call.channels(), weight, call.arg(2, "bias"), call.arg(6, "groups", 1),
+        a, call, call.channels(), weight, call.arg(2, "bias"), call.recorded(6, "groups", 1),
         transposed=False, border=border,
     )  # fmt: skip
 
 
-@register("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", kind="conv", bias=(2, "bias"))
+@register("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", kind="conv", bias=(2, "bias"),
+    resize=new_groups(6, transposed=True))  # fmt: skip
 def conv_transpose_function(a, call):
     """y[o] = Σᵢ W[i, o] *ᵀ x[i] + b[o]."""
     weight = call.arg(1, "weight")
     border = border_of(True, 0, "zeros", weight_shape(a, call, weight)[2:])
     return convolve(
-        a, call, call.channels(), weight, call.arg(2, "bias"), call.arg(6, "groups", 1),
+        a, call, call.channels(), weight, call.arg(2, "bias"), call.recorded(6, "groups", 1),
         transposed=True, border=border,
     )  # fmt: skip
 
@@ -147,6 +164,6 @@ def aten_convolution(a, call):
         transposed, call.arg(4, "padding"), "zeros", weight_shape(a, call, weight)[2:]
     )
     return convolve(
-        a, call, call.channels(), weight, call.arg(2, "bias"), call.arg(8, "groups"),
+        a, call, call.channels(), weight, call.arg(2, "bias"), call.recorded(8, "groups"),
         transposed=transposed, border=border,
     )  # fmt: skip

@@ -45,7 +45,7 @@ def new_index(call, new):
     items = list(index) if isinstance(index, tuple) else [index]
     changed = False
     for place, dim, item in per_dim(x, call.recorded(1, "index")):
-        if dim is None or is_full(item) or (keep := new.keep(0, dim)) is None:
+        if dim is None or is_full(item) or (keep := new.keep(dim)) is None:
             continue
         if isinstance(item, slice) and item.step in (None, 1):
             start, stop, _ = item.indices(len(keep))

@@ -45,7 +45,15 @@ def batch(a, call, x, names, eps):
 
 
 def norm_width(m, new):
-    return {"num_features": new.input[1]}
+    own = [view[0] for view in new.views.values() if view]
+    width = own[0] if own else new.input[channel_dim(m, len(new.input))]
+    return {"num_features": width}
+
+
+def channel_dim(m, rank):
+    """Where channels lie; instance norms also take an input that is no batch."""
+    alone = {2: nn.InstanceNorm1d, 3: nn.InstanceNorm2d, 4: nn.InstanceNorm3d}.get(rank)
+    return 0 if alone is not None and isinstance(m, alone) else 1
 
 
 @register(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, kind="norm",
@@ -81,9 +89,7 @@ def instance_norm(a, call):
     names = {"weight": "weight", "bias": "bias"}
     if m.track_running_stats:
         names |= {"mean": "running_mean", "var": "running_var"}
-    unbatched = len(x.shape) == (2 if isinstance(m, nn.InstanceNorm1d) else
-                                 3 if isinstance(m, nn.InstanceNorm2d) else 4)  # fmt: skip
-    return instances(a, call, x, names, m.eps, 0 if unbatched else 1)
+    return instances(a, call, x, names, m.eps, channel_dim(m, len(x.shape)))
 
 
 def instances(a, call, x, names, eps, dim=1):

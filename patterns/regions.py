@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxprune.patterns.convolution import convolve
+from fxprune.patterns.convolution import convolve, new_groups
 from fxprune.patterns.pooling import windows
 
 from fxprune.registry import register
@@ -18,10 +18,10 @@ def regions(a, call):
     return (a.bordered(y[0]), *y[1:]) if several else a.bordered(y)
 
 
-@register("torchvision::deform_conv2d", kind="conv", bias=(4, "bias"))
+@register("torchvision::deform_conv2d", kind="conv", bias=(4, "bias"), resize=new_groups(11))
 def deformable_convolution(a, call):
     """y[o] = Σᵢ W[o, i] · x[i] at positions of the kernel that are moved, and weighed by a mask."""
-    x, weight, groups = call.channels(), call.arg(1, "weight"), call.arg(11, "groups")
+    x, weight, groups = call.channels(), call.arg(1, "weight"), call.recorded(11, "groups")
     for i in (2, 3):
         a.freeze_all(call.channels(i), f"{call.name} reads where to look", call)
     if call.arg(12, "offset_groups") > 1:

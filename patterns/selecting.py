@@ -7,7 +7,7 @@ from fxprune.registry import register
 
 def new_select(call, new):
     dim = call.arg(1, "dim") % len(call.channels().shape)
-    keep = new.keep(0, dim)
+    keep = new.keep(dim)
     at = call.recorded(2, "index")
     return {} if keep is None else {(2, "index"): keep.before(at % len(keep))}
 
@@ -23,7 +23,7 @@ def select(a, call):
 
 def new_narrow(call, new):
     dim = call.arg(1, "dim") % len(call.channels().shape)
-    keep = new.keep(0, dim)
+    keep = new.keep(dim)
     if keep is None:
         return {}
     start = call.recorded(2, "start") % len(keep)

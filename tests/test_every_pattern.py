@@ -505,3 +505,36 @@ def test_what_is_nearly_it_stays_whole_and_says_why(kind, op):
 def test_a_shuffle_and_its_inverse_leave_a_unit_of_blocks():
     net, x = built("image", lambda s, y: F.pixel_unshuffle(F.pixel_shuffle(y, 2), 2), False)
     assert check(net, x)[1].a.out_channels == 4
+
+
+@pytest.mark.parametrize("op", [
+    lambda z: torch.select(input=z, dim=2, index=1),
+    lambda z: torch.narrow(input=z, dim=1, start=2, length=4),
+    lambda z: torch.narrow(length=z.shape[1] // 2, start=z.shape[1] // 4, dim=1, input=z),
+    lambda z: torch.flatten(input=z, start_dim=1),
+    lambda z: torch.chunk(dim=1, chunks=2, input=z)[1],
+    lambda z: torch.mean(input=z, dim=(2, 3)),
+    lambda z: F.softmax(input=z, dim=3),
+    lambda z: F.scaled_dot_product_attention(value=z, key=z.tanh(), query=z.cos()),
+])  # fmt: skip
+def test_arguments_are_known_by_keyword_too(op):
+    torch.manual_seed(0)
+    net = Net(lambda s, x: s.c(op(s.a(x).sigmoid()).flatten(1)), a=nn.Conv2d(3, 8, 3),
+              c=nn.LazyLinear(4)).double()  # fmt: skip
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    with torch.no_grad():
+        net(x)
+    plan, small = check(net, x)
+    assert small.a.out_channels < 8, plan
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_norms_that_are_not_called_or_take_no_batch_get_their_width_from_their_tensors(batched):
+    torch.manual_seed(0)
+    net = Net(lambda s, x: s.c(s.n(s.a(x).sigmoid())), a=nn.Conv1d(3, 8, 3),
+              n=nn.InstanceNorm1d(8, affine=True), idle=nn.InstanceNorm1d(8, affine=True),
+              c=nn.Conv1d(8, 4, 1)).double()  # fmt: skip
+    net.idle.weight, net.idle.bias = net.n.weight, net.n.bias
+    x = torch.randn(2, 3, 9, dtype=torch.float64)
+    _, small = check(net, x if batched else x[0])
+    assert small.n.num_features == small.idle.num_features == small.a.out_channels == 4

@@ -219,3 +219,31 @@ def test_a_part_of_every_head_that_meets_a_fixed_table_stays_and_the_line_is_nam
     plan, _ = check(net, torch.randn(2, 5, 6, dtype=torch.float64), attention="head_dim",
                     shrinks=False)  # fmt: skip
     assert "a" in dict(plan.skipped), plan
+
+
+class SamePad(nn.Conv2d):
+    """A convolution whose own forward goes by its attributes, as EfficientNet's often does."""
+
+    def forward(self, x):
+        x = F.pad(x, (1, 1, 1, 1))
+        return F.conv2d(x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+
+
+class SamePadTransposed(nn.ConvTranspose2d):
+    def forward(self, x):
+        return F.conv_transpose2d(x, self.weight, self.bias, groups=self.groups)
+
+
+@pytest.mark.parametrize(("groups", "width", "left"), [(8, 8, 4), (2, 8, 2), (4, 4, 2), (4, 16, 2)])
+@pytest.mark.parametrize("kind", [SamePad, SamePadTransposed])
+def test_groups_of_a_convolution_by_function_follow_what_is_left(kind, groups, width, left):
+    torch.manual_seed(0)
+
+    def forward(s, x):
+        return s.b(s.m(s.a(x).sigmoid()).sigmoid())
+
+    net = Net(forward, a=nn.Conv2d(3, 8, 3), m=kind(8, width, 3, groups=groups),
+              b=nn.Conv2d(width, 4, 1))  # fmt: skip
+    _, small = check(net, image())
+    depthwise = groups == 8 or (groups, width) == (4, 4)
+    assert small.m.groups == (left if depthwise else groups), small
