@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import ProofError
+from .errors import ProofError, warn
 from .probe import SOURCE
 from .reference import reference
 from .running import outputs
+from .settled import Settled
 
 # Relative to the largest value of an output; rounding differs with the order of sums.
 TOLERANCE = {
@@ -54,8 +55,30 @@ def prove(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> 
         The largest relative error.
 
     Raises:
-        ProofError: they differ by more than rounding, or the pruned model does not run.
+        ProofError: they differ by more than rounding, or the pruned model does not run. Models that
+            draw random numbers for each channel are compared with these settled.
     """
+    error, allowed = _compared(plan, model, small, example_input), tolerance(model)
+    if error <= allowed:
+        return error
+    with Settled() as mode:
+        settled = _compared(plan, model, small, example_input)
+    if mode.drawn and settled <= allowed:
+        warn(
+            f"{type(model).__name__} draws random numbers as it runs, for each channel: the masked and "
+            "the pruned model draw others. They were compared with one number in place of all"
+        )
+        return settled
+    layer = first_difference(plan, plan.mask(model), small, example_input, allowed)
+    where = f" The first layer that differs is {layer}." if layer else ""
+    raise ProofError(
+        f"the pruned {type(model).__name__} differs from the masked one by {error:.2g} "
+        f"(relative; {allowed:.0e} is allowed).{where} Nothing was changed.{_doubtful(plan)}"
+    )
+
+
+def _compared(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> float:
+    """The largest relative error."""
     expected = reference(plan, model, small, example_input)
     if not expected:
         raise ProofError(
@@ -74,16 +97,7 @@ def prove(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> 
             f"the pruned model returns {len(found)} tensors, the masked one {len(expected)}. "
             "Nothing was changed."
         )
-    error_size = largest_error(expected, found)
-    allowed = tolerance(model)
-    if not error_size <= allowed:
-        layer = first_difference(plan, plan.mask(model), small, example_input, allowed)
-        where = f" The first layer that differs is {layer}." if layer else ""
-        raise ProofError(
-            f"the pruned {type(model).__name__} differs from the masked one by {error_size:.2g} "
-            f"(relative; {allowed:.0e} is allowed).{where} Nothing was changed.{_doubtful(plan)}"
-        )
-    return error_size
+    return largest_error(expected, found)
 
 
 _REPORT = " Please report the model; ignore= its layers to go on."

@@ -1,0 +1,62 @@
+"""Models that draw random numbers as they run: fewer channels draw others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxprune
+from fxprune.settled import Settled
+
+from .oracle import awake
+from .test_trace import Net
+
+X = torch.linspace(-2, 2, 24, dtype=torch.float64).sin().reshape(4, 6)
+
+
+def always_dropped(s, x):
+    return s.b(F.dropout(F.silu(s.a(x)), 0.5, training=True))
+
+
+def autoencoder(s, x):
+    y = F.silu(s.a(x))
+    mean, deviation = s.mean(y), s.deviation(y).exp()
+    return s.b(mean + deviation * torch.randn_like(deviation))
+
+
+def net(forward):
+    torch.manual_seed(0)
+    layers = {k: nn.Linear(8, 8) for k in ("mean", "deviation")}
+    return awake(Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 3), **layers))
+
+
+@pytest.mark.parametrize("forward", [always_dropped, autoencoder])
+def test_a_model_that_draws_for_each_channel_is_compared_by_the_mean_of_what_it_draws(forward):
+    model = net(forward)
+    with pytest.warns(fxprune.PruningWarning, match="draws random numbers as it runs"):
+        small = fxprune.prune(model, X)
+    assert small.a.out_features == 4 and small.b.in_features == 4
+
+
+@pytest.mark.parametrize("forward", [always_dropped, autoencoder])
+def test_a_difference_that_is_no_chance_is_still_found(forward):
+    model = net(forward)
+    plan = fxprune.plan(model, X)
+    small = plan.apply(model)
+    with torch.no_grad():
+        small.a.weight[0, 0] += 0.1
+    with pytest.raises(fxprune.ProofError, match="differs from the masked one"):
+        fxprune.proof.prove(plan, model, small, X)
+
+
+def test_draws_are_their_mean_inside_and_all_else_is_as_it_was():
+    x = torch.arange(1.0, 7).reshape(2, 3) / 7
+    with torch.no_grad(), Settled() as mode:
+        assert torch.equal(x.sin(), x.sin()) and not mode.drawn
+        assert torch.allclose(F.dropout(x, 0.3, True), x) and mode.drawn
+        assert torch.equal(torch.bernoulli(x), x)
+        assert (torch.empty(5).bernoulli_() == 0.5).all()
+        assert (torch.randn_like(x) == 0.5).all() and (torch.empty(3).uniform_() == 0.5).all()
+        assert sorted(torch.randperm(4).tolist()) == [0, 1, 2, 3]
