@@ -65,8 +65,8 @@ def prove(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> 
         settled = _compared(plan, model, small, example_input)
     if mode.drawn and settled <= allowed:
         warn(
-            f"{type(model).__name__} draws random numbers as it runs, for each channel: the masked and "
-            "the pruned model draw others. They were compared with one number in place of all"
+            f"{type(model).__name__} draws random numbers as it runs, for each channel: masked and "
+            "pruned model draw others. They were compared with one number in place of all"
         )
         return settled
     layer = first_difference(plan, plan.mask(model), small, example_input, allowed)
