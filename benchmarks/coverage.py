@@ -3,6 +3,7 @@
     python benchmarks/coverage.py torchvision
     python benchmarks/coverage.py timm
     python benchmarks/coverage.py transformers
+    python benchmarks/coverage.py packages
     python benchmarks/coverage.py constructs --peer fxprune torch-pruning
     python benchmarks/coverage.py torchvision --models 'resnet*' vit_b_16 --json coverage.json
     python benchmarks/coverage.py torchvision --peer torch-pruning fxprune --plot coverage.png

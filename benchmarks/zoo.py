@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib.util
 from typing import Any
 
 import constructs
+import packages
 import torch
 from torch import Tensor, nn
 
@@ -229,6 +231,28 @@ class Constructs(Zoo):
         return constructs.example(name, seed)
 
 
+class Packages(Zoo):
+    """Networks of other packages (``packages.py``), of those that are installed. rtdetr picks by
+    value, in float64 for the reason that detection has; the graph form of yolov10n returns twice
+    what is shared, and two inputs of Flux are no batch."""
+
+    by_values = ("rtdetr*", "yolov10n", "*Flux")
+
+    def names(self, everything: bool) -> list[str]:
+        return [n for n, package in packages.names() if importlib.util.find_spec(package)]
+
+    def left_out(self) -> list[str]:
+        return [n for n, package in packages.names() if not importlib.util.find_spec(package)]
+
+    def build(self, name: str) -> nn.Module:
+        model = packages.build(name).requires_grad_(True)
+        return model.double() if name.startswith("rtdetr") else model.float()
+
+    def example(self, name: str, seed: int = 0) -> Any:
+        x = packages.example(name, spots, seed)
+        return x.double() if name.startswith("rtdetr") else x
+
+
 FAMILIES: dict[str, Zoo] = {"torchvision": Torchvision(), "timm": Timm(),
                             "transformers": HuggingFace(),
-                            "constructs": Constructs()}  # fmt: skip
+                            "constructs": Constructs(), "packages": Packages()}  # fmt: skip

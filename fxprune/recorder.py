@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn, overrides
 from torch.overrides import TorchFunctionMode
 
-from . import sizes, tree
+from . import caches, sizes, tree
 from .aten import AtenRecorder, followed
 from .errors import InputError, PruningError
 from .flags import read_training, training_argument
@@ -94,6 +94,7 @@ def record(
         evaluating(model, training=training),
         sizes.traced_attributes(model),
         sizes.traced_lengths(),
+        caches.passed_by(),
         torch.no_grad(),
         module_calls(recorder.module),
         told(python_functions(), recorder.python_call),
