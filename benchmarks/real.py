@@ -223,7 +223,7 @@ def speakers(seed: int) -> Real:
 
     def learn(m: nn.Module) -> None:
         batches = ((known[i], said[i]) for i in shuffled(len(known), 16, seed))
-        tune(m, batches, apart, 24, 2e-3)
+        tune(m, batches, apart, 24, 3e-4)
 
     return Real(
         "speakers", "recurrent", model, first[:2], list(known.split(32)),

@@ -319,15 +319,19 @@ class _Body:
         self._bind(child.output, node)
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        args, kwargs = node.args, dict(node.kwargs)
+        args, kwargs, target = node.args, dict(node.kwargs), node.target
         for size in self.sizes.get(node, ()):
             position, name = size.place
+            if size.instead is not None:  # whose argument there has another name
+                target = size.instead if node.op == "call_method" else getattr(torch, size.instead)
+                args = args or (kwargs.pop("input"),)
+                args = (*args, kwargs.pop(name)) if position == len(args) else args
             if position < len(args):
                 right = corrected(args[position], size.computed, size.needed)
                 args = (*args[:position], right, *args[position + 1 :])
             else:
                 kwargs[name] = corrected(kwargs.get(name), size.computed, size.needed)
-        target = self._relative(str(node.target)) if node.op == "call_module" else node.target
+        target = self._relative(str(node.target)) if node.op == "call_module" else target
         flag = None if self.modes else training_argument(node)
         new = self.graph.create_node(node.op, target, self._value(args), self._value(kwargs))
         if flag is not None:

@@ -63,11 +63,13 @@ class AtNode(Fault):
 
 @dataclass
 class WrongSize(AtNode):
-    """A size that comes out wrong, in the argument at ``place``."""
+    """A size that comes out wrong, in the argument at ``place``; ``instead`` is the method that
+    takes what is needed there."""
 
     place: tuple[int, str]
     computed: Any
     needed: Any
+    instead: str | None = None
 
     @property
     def words(self) -> str:

@@ -117,7 +117,8 @@ def pattern(
             of the layout, or ``attributes(module, new)`` with the new widths in ``new``, a
             :class:`fxprune.widths.NewSizes`.
         resize: arguments that hold sizes, as they have to be:
-            ``resize(call, new) -> {(position, name): value}``.
+            ``resize(call, new) -> {(position, name): value}``; under None, the name of the method
+            that takes these, where that is another.
         absorb: name of the buffer that a constant added to the input can be subtracted from.
         bias: for a rule, where a constant added to the output can go: True for the module's bias
             beside its weight, ``(position, name)`` of the argument for a function.

@@ -164,12 +164,14 @@ class Replay(Orders):
         if call.pattern is None or call.pattern.resize is None:
             self._keep_numbers(call)
             return
-        for (position, name), needed in call.pattern.resize(call, new).items():
+        found = dict(call.pattern.resize(call, new))
+        instead = found.pop(None, None)
+        for (position, name), needed in found.items():
             given = position < len(call.args)
             computed = call.args[position] if given else call.kwargs.get(name)
             if not same_sizes(computed, needed):
                 units = self.units_around(call.node)
-                size = WrongSize(units, call.node, (position, name), computed, needed)
+                size = WrongSize(units, call.node, (position, name), computed, needed, instead)
                 self.faults.append(size)
             if given:
                 call.args = (*call.args[:position], needed, *call.args[position + 1 :])

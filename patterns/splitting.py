@@ -9,7 +9,17 @@ from fxprune.channels import Channels
 from fxprune.registry import register
 
 
-@register("chunk", kind="split")
+def new_chunk(call, new):
+    """Parts of sizes that it would not compute are parts to split in."""
+    sizes = [shape[call.arg(2, "dim", 0)] for shape in new.result]
+    whole, parts = sum(sizes), call.arg(1, "chunks")
+    each = -(-whole // parts)
+    if sizes == [min(each, whole - start) for start in range(0, whole, each)]:
+        return {}
+    return {(1, "chunks"): tuple(sizes), None: "split"}
+
+
+@register("chunk", kind="split", resize=new_chunk)
 def chunk(a, call):
     """Parts of one size, which the code computes from the width: they keep equally many."""
     x, dim = call.channels(), call.arg(2, "dim", 0)

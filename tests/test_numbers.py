@@ -247,3 +247,25 @@ def test_groups_of_a_convolution_by_function_follow_what_is_left(kind, groups, w
     _, small = check(net, image())
     depthwise = groups == 8 or (groups, width) == (4, 4)
     assert small.m.groups == (left if depthwise else groups), small
+
+
+@pytest.mark.parametrize("chunk", [
+    lambda y: y.chunk(3, 1), lambda y: y.chunk(dim=1, chunks=3),
+    lambda y: torch.chunk(y, 3, dim=1), lambda y: torch.chunk(input=y, chunks=3, dim=1),
+])  # fmt: skip
+def test_chunks_of_sizes_that_chunk_would_not_compute_are_split(chunk):
+    """Of 14 channels chunk makes 5, 5 and 4; of 7 it would make 3, 3 and 1."""
+    torch.manual_seed(0)
+
+    def forward(s, x):
+        a, b, c = chunk(F.silu(s.a(x)))
+        return s.out(torch.cat([s.first(a), s.second(b), c], 1))
+
+    net = Net(forward, a=nn.Conv2d(3, 14, 1), first=nn.Conv2d(5, 5, 1, groups=5),
+              second=nn.Conv2d(5, 5, 1, groups=5), out=nn.Conv2d(14, 4, 1))  # fmt: skip
+    net.b = net.out
+    with torch.no_grad():  # of the parts 1, 4 and 2 channels are louder than the others
+        net.a.weight *= torch.tensor([9.0] + [1] * 4 + [9] * 4 + [1] * 3 + [9] * 2).view(14, 1, 1, 1)
+    plan, small = check(net, image())
+    assert [small.first.in_channels, small.second.in_channels] == [1, 4]
+    assert small.a.out_channels == 7 and "split" in str(plan.code[""])
