@@ -398,6 +398,8 @@ def main() -> int:
         names, left_out = [n for n in zoo.every() if zoo.is_one(n, tuple(args.models))], []
         if not names:
             parser.error(f"--models: nothing of {args.family} is called so")
+    if not names:
+        sys.exit(f"none of these is installed: {', '.join(left_out)} (see {args.family}.py)")
     console, where = terminal(), machine(args.family, *args.peer)
     warnings.simplefilter("ignore")
     rows: list[Row] = []
@@ -420,7 +422,7 @@ def main() -> int:
     for line in lines:
         console.print(line)
     if left_out:
-        console.print(f"Left out for their size: {', '.join(left_out)}.")
+        console.print(f"Left out, {zoo.why}: {', '.join(left_out)}.")
     print_failures(console, rows)
     console.print(described(where))
     return 0 if all(r.passes for r in rows) else 1

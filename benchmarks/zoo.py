@@ -26,6 +26,7 @@ class Zoo:
     # Globs of those that are not convolutional networks, and of those whose code goes by values.
     transformers: tuple[str, ...] = ("*",)
     by_values: tuple[str, ...] = ()
+    why = "for their size"  # some are left out
 
     def names(self, everything: bool) -> list[str]:
         """Those that a run without ``--models`` takes."""
@@ -237,6 +238,7 @@ class Packages(Zoo):
     what is shared, and two inputs of Flux are no batch."""
 
     by_values = ("rtdetr*", "yolov10n", "*Flux")
+    why = "not installed"
 
     def names(self, everything: bool) -> list[str]:
         return [n for n, package in packages.names() if importlib.util.find_spec(package)]

@@ -120,3 +120,13 @@ def test_the_stages_of_a_profile_are_functions_that_run():
     finally:
         sys.setprofile(before)
     assert set(samples.stages) == {*profiles.STAGES.values(), "other"}
+
+
+def test_networks_of_packages_that_are_not_installed_are_left_out_and_inputs_differ_by_seed():
+    packages, zoo = importlib.import_module("packages"), importlib.import_module("zoo")
+    family = zoo.FAMILIES["packages"]
+    names = [name for name, _ in packages.names()]
+    assert sorted([*family.names(True), *family.left_out()]) == sorted(names)
+    for name in names:
+        first, again, other = (repr(family.example(name, seed)) for seed in (0, 0, 1))
+        assert first == again != other, name

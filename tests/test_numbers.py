@@ -265,7 +265,9 @@ def test_chunks_of_sizes_that_chunk_would_not_compute_are_split(chunk):
               second=nn.Conv2d(5, 5, 1, groups=5), out=nn.Conv2d(14, 4, 1))  # fmt: skip
     net.b = net.out
     with torch.no_grad():  # of the parts 1, 4 and 2 channels are louder than the others
-        net.a.weight *= torch.tensor([9.0] + [1] * 4 + [9] * 4 + [1] * 3 + [9] * 2).view(14, 1, 1, 1)
+        net.a.weight *= torch.tensor([9.0] + [1] * 4 + [9] * 4 + [1] * 3 + [9] * 2).view(
+            14, 1, 1, 1
+        )
     plan, small = check(net, image())
     assert [small.first.in_channels, small.second.in_channels] == [1, 4]
     assert small.a.out_channels == 7 and "split" in str(plan.code[""])
