@@ -17,6 +17,7 @@ from .probe import probed
 from .pruning_plan import ChannelGroup, PruningPlan
 from .replay import Replay
 from .saving.places import places
+from .sizes import attributes_in
 
 if TYPE_CHECKING:
     from .planner import Planner
@@ -50,8 +51,10 @@ def assemble(planner: Planner, replay: Replay) -> PruningPlan:
         _units=[g.units for g in planner.groups if not g.frozen and g.producers],
     )
     result.skipped = _skipped(planner, result)
-    asked = {str(n.target) for n in planner.trace.graph.nodes if n.op == "get_attr"}
-    result.attributes |= announced(planner.trace, replay, asked | result.attributes.keys())
+    read = {str(n.target) for n in planner.trace.graph.nodes if n.op == "get_attr"}
+    asked = (o for call in planner.trace.calls for q in call.questions for o in q.operands)
+    read.update(name for operand in asked for name in attributes_in(operand))
+    result.attributes |= announced(planner.trace, replay, read | result.attributes.keys())
     _configure(planner, result, replay)
     # Where there is a target, its budget says so.
     if planner.budget is None and result.groups and all(g.frozen for g in result.groups):

@@ -98,6 +98,16 @@ def plain(number: Any) -> Any:
     return float.__float__(number) if isinstance(number, TracedFloat) else number
 
 
+def attributes_in(number: Any) -> Iterator[str]:
+    """The attributes of the model that a number is made of."""
+    origin = getattr(number, "origin", None)
+    if isinstance(origin, Attribute):
+        yield origin.name
+    elif isinstance(origin, Operation):
+        for operand in origin.operands:
+            yield from attributes_in(operand)
+
+
 def expression(number: Any) -> Any:
     """A hashable form of what a number is made of: the same for equal expressions only."""
     origin = getattr(number, "origin", None)

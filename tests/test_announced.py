@@ -5,7 +5,7 @@ from torch import nn
 
 import fxprune
 
-from .oracle import awake
+from .oracle import awake, check
 
 
 class Backbone(nn.Module):
@@ -45,3 +45,23 @@ def test_where_two_layers_of_that_width_come_to_differ_nothing_is_told():
     small = fxprune.prune(awake(Classifier()), X, sparsity={"*a": 0.25, "*b": 0.5})
     assert (small.body.a.out_channels, small.body.b.out_channels) == (6, 4)
     assert (small.body.num_features, small.num_features) == (8, 4)
+
+
+class Stage(nn.Module):
+    """Goes by whether its widths are one, as Hiera's blocks do."""
+
+    def __init__(self, dim: int, dim_out: int) -> None:
+        super().__init__()
+        self.dim, self.wide = dim, dim_out
+        self.a, self.proj = nn.Linear(dim, dim_out), nn.Linear(dim, dim_out)
+
+    def forward(self, x):
+        y = torch.sigmoid(self.a(x))
+        return y + (self.proj(x) if self.dim != self.wide else x)
+
+
+def test_a_width_that_the_code_asks_about_is_not_set_beside_another_that_is_not():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), Stage(8, 8), Stage(8, 12), nn.Linear(12, 3)).double()
+    plan, small = check(model, torch.randn(2, 6, dtype=torch.float64))
+    assert small[1].a.in_features == 4 and not {"1.dim", "2.dim"} & set(plan.attributes)
