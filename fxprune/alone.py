@@ -62,5 +62,9 @@ class OldSizes:
     def result(self) -> Any:
         return self.spec.shape if isinstance(self.spec, Spec) else [s.shape for s in self.spec]
 
+    @property
+    def before(self) -> tuple[int, ...]:
+        return self.input
+
     def keep(self, dim: int) -> None:
         return None

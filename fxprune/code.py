@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import math
 import operator
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -327,10 +329,10 @@ class _Body:
                 args = args or (kwargs.pop("input"),)
                 args = (*args, kwargs.pop(name)) if position == len(args) else args
             if position < len(args):
-                right = corrected(args[position], size.computed, size.needed)
+                right = self._corrected(args[position], size.computed, size.needed)
                 args = (*args[:position], right, *args[position + 1 :])
             else:
-                kwargs[name] = corrected(kwargs.get(name), size.computed, size.needed)
+                kwargs[name] = self._corrected(kwargs.get(name), size.computed, size.needed)
         target = self._relative(str(node.target)) if node.op == "call_module" else target
         flag = None if self.modes else training_argument(node)
         new = self.graph.create_node(node.op, target, self._value(args), self._value(kwargs))
@@ -350,6 +352,52 @@ class _Body:
                 new = self.graph.call_function(take, (new, dim, positions.tolist()))
         self.local[node] = new
         return new
+
+    def _corrected(self, argument: Any, computed: Any, needed: Any) -> Any:
+        """A size argument with what comes out wrong written in, and the rest as the code has it."""
+        if same_sizes(computed, needed):
+            return argument
+        if isinstance(needed, slice):
+            parts = ("start", "stop", "step")
+            return slice(*(
+                self._corrected(*(getattr(each, p) for each in (argument, computed, needed)))
+                for p in parts
+            ))  # fmt: skip
+        sequences = isinstance(needed, (tuple, list)) and isinstance(argument, (tuple, list))
+        if sequences and len(argument) == len(needed):
+            return type(needed)(map(self._corrected, argument, computed, needed))
+        return self._scaled(argument, needed) if isinstance(argument, fx.Node) else needed
+
+    def _scaled(self, node: fx.Node, needed: Any) -> Any:
+        """The code's product of sizes with another factor, for one of them may be the batch's:
+        ``b * 4`` as ``b * 2``; what is no product of sizes as the number that is needed."""
+        over, under = factors(node)
+        sizes_read = [n for n in over if isinstance(n, fx.Node) and self._is_size(n)]
+        if len(over) + len(under) < 2 or not sizes_read or not isinstance(needed, int):
+            return needed
+        top, bottom = (math.prod(map(self._now, side)) for side in (over, under))
+        if not top or not bottom:
+            return needed
+        factor = Fraction(needed * bottom, top)
+        literal = math.prod(n for n in over if isinstance(n, int)) * factor.numerator
+        divisor = math.prod(n for n in under if isinstance(n, int)) * factor.denominator
+        shared = math.gcd(literal, divisor)
+        found = self._product([n for n in over if isinstance(n, fx.Node)], literal // shared)
+        by = self._product([n for n in under if isinstance(n, fx.Node)], divisor // shared)
+        if by != 1:
+            found = self.graph.call_function(operator.floordiv, (found, by))
+        self.local[found] = found
+        return found
+
+    def _now(self, number: Any) -> int:
+        return int(self.replay.values[number]) if isinstance(number, fx.Node) else number
+
+    def _product(self, nodes: list[fx.Node], literal: int) -> Any:
+        found: Any = literal
+        for node in nodes:
+            new = self._value(node)
+            found = new if found == 1 else self.graph.call_function(operator.mul, (new, found))
+        return found
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -386,19 +434,14 @@ class _Body:
         return path[len(prefix) :]
 
 
-def corrected(argument: Any, computed: Any, needed: Any) -> Any:
-    """A size argument with what comes out wrong written in, and the rest as the code has it."""
-    if same_sizes(computed, needed):
-        return argument
-    if isinstance(needed, slice):
-        parts = ("start", "stop", "step")
-        return slice(*(
-            corrected(getattr(argument, p), getattr(computed, p), getattr(needed, p)) for p in parts
-        ))  # fmt: skip
-    sequences = isinstance(needed, (tuple, list)) and isinstance(argument, (tuple, list))
-    if sequences and len(argument) == len(needed):
-        return type(needed)(map(corrected, argument, computed, needed))
-    return needed
+def factors(number: Any) -> tuple[list[Any], list[Any]]:
+    """What a number of the graph multiplies, and what it divides that by: nodes and numbers."""
+    if isinstance(number, fx.Node) and number.target in (operator.mul, operator.floordiv):
+        left, right = (factors(n) for n in number.args)
+        if number.target is operator.floordiv:
+            right = right[::-1]
+        return left[0] + right[0], left[1] + right[1]
+    return [number], []
 
 
 _PLAIN = (bool, int, float, type(None))

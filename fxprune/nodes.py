@@ -180,6 +180,7 @@ class Nodes:
 
     def _size(self, number: Any) -> Any:
         """The node that computes a traced number; a plain number as it is."""
+        number = self.own(number)
         origin = getattr(number, "origin", None)
         if origin is None:
             return number
@@ -187,6 +188,11 @@ class Nodes:
         if key not in self._memo:
             self._memo[key] = self.add(self._size_node(origin), number)
         return self._memo[key]
+
+    def own(self, number: Any) -> Any:
+        """A number as a plain one where the model has kept it from another recording."""
+        ours = all(source.graph is self.graph for source in sizes.tensors_in(number))
+        return number if ours else sizes.plain(number)
 
     def _size_node(self, origin: sizes.Origin) -> fx.Node:
         if isinstance(origin, sizes.Dimension):

@@ -217,8 +217,12 @@ class Orders(Algebra):
         order = np.argsort(mine, kind="stable")
         found = order[np.searchsorted(mine[order], a.numpy())]
         wanted = torch.from_numpy(partners[found])
+        return self._made(wanted)
+
+    def _made(self, wanted: Tensor) -> tuple[int, Tensor] | None:
+        """The producer of these slices, and the order that makes them so; None where it cannot."""
         for source in self._relations.sources:
-            if source.role == "out" and source.first <= int(b.min()) < source.first + source.size:
+            if source.role == "out" and 0 <= int(wanted.min()) - source.first < source.size:
                 own = self.order[source.first]
                 if source.first in self._orders or own.dim() != 1:
                     return None

@@ -148,6 +148,7 @@ class _Recorder(TorchFunctionMode):
 
         def note(function: Callable[..., Any], operands: tuple[Any, ...], answer: Any) -> None:
             if self.nodes.running and not self._suspended and not self._inside_torch:
+                operands = tuple(map(self.nodes.own, operands))
                 question = sizes.Question(function, operands, answer, where())
                 self.calls[self.nodes.running[-1]].questions.append(question)
 

@@ -278,7 +278,12 @@ class Replay(Orders):
         return self.straightened(call, result) if call.node in self._straighten else result
 
     def _check_shape(self, call: Call, result: Any) -> None:
-        """Where no channels lie, every size is what it was."""
+        """A size is how many channels lie there; where none lie, it is what it was."""
+        for x in result if isinstance(result, tuple) else (result,):
+            if isinstance(x, Channels) and any(
+                x.shape[d] != n for a in x.axes for d, n in zip(a.dims, a.units.shape, strict=True)
+            ):
+                raise self._misfit(call)
         before = self.before.get(call.node)
         if not isinstance(before, Channels) or not isinstance(result, Channels):
             return
@@ -298,7 +303,47 @@ class Replay(Orders):
             for x in operands for n, wanted in zip(x.shape[::-1], to[::-1], strict=False)
         ):  # fmt: skip
             raise self._misfit(call)
+        if any(len(axis.dims) > 1 for x in operands for axis in x.axes):
+            rank = len(to)
+            for x in operands:
+                rigid = [
+                    d - rank for d in range(rank - len(x.shape), rank)
+                    if any(
+                        y is not x and len(y.shape) >= rank - d
+                        and y.shape[d - rank] > 1 and y.axis(d - rank) is None
+                        for y in operands
+                    )
+                ]  # fmt: skip
+                self._in_place(call, x, rigid)
         return super().meet(call, operands, function, to)
+
+    def move(self, call, x, function, shape=None, *, touched=()):
+        def tried(labels: Tensor) -> Tensor:
+            try:
+                return function(labels)
+            except (IndexError, RuntimeError) as error:  # of PyTorch: it has other sizes now
+                raise self._misfit(call) from error
+
+        self._in_place(call, x, touched)
+        return super().move(call, x, tried, shape, touched=touched)
+
+    def _in_place(self, call: Call, x: Channels, dims: Iterable[int]) -> None:
+        """What is done to positions along some of the dimensions that a channel dimension was cut
+        in is done to the same slices as ever: they have to stand where they stood."""
+        at = {d % len(x.shape) for d in dims}
+        cut = [axis for axis in x.axes if at & {*axis.dims} and not at >= {*axis.dims}]
+        if not cut:
+            return
+        differing = {
+            id(now): wanted for source in call.node.all_input_nodes
+            for _, now, wanted in self._differing(self.before.get(source), self.values.get(source))
+        }  # fmt: skip
+        for axis in cut:
+            wanted = differing.get(id(axis.units))
+            if wanted is not None:
+                mismatch = self._misfit(call)
+                mismatch.reorder = self._made(wanted.reshape(-1))
+                raise mismatch
 
     def _misfit(self, call: Call) -> Mismatch:
         units = torch.from_numpy(self.units_around(call.node))

@@ -15,17 +15,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Ops that do nothing but draw numbers.
 _DRAWS = ("rand", "randn", "rand_like", "randn_like", "normal", "uniform", "exponential",
           "log_normal", "cauchy", "geometric")  # fmt: skip
-_LEVEL = 0.5  # in the place of each; by 0, what they are multiplied with would be hidden
+# In the place of each; by 0, what they are multiplied with would be hidden. Several, for code that
+# compares a draw with a number lets everything pass, or nothing.
+LEVELS = (0.2, 0.8)
 
 
 class Settled(TorchDispatchMode):
     """Inside, all numbers of a random tensor are the same, and dropout lets everything pass.
 
+    Args:
+        level: of numbers between 0 and 1, and how many deviations above the mean.
+
     Attributes:
         drawn: whether any were to be drawn.
     """
 
-    drawn = False
+    def __init__(self, level: float) -> None:
+        super().__init__()
+        self.level, self.drawn = level, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -38,11 +45,19 @@ class Settled(TorchDispatchMode):
             return value
         if name.strip("_") in _DRAWS:
             self.drawn = True
-            value.fill_(_LEVEL)
+            value.fill_(self.level)
+            if name.strip("_") == "normal":
+                mean, deviation = self._moments(name, args, kwargs)
+                value.copy_(mean + self.level * deviation)
         elif name.strip("_") == "bernoulli":
             self.drawn = True
             chance = (
                 args[1] if len(args) > 1 else kwargs.get("p", args[0] if name[-1] != "_" else 0.5)
             )
-            value.copy_(torch.as_tensor(chance))
+            value.copy_(torch.as_tensor(chance, dtype=value.dtype))
         return value
+
+    def _moments(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        given = args[1:] if name.endswith("_") else args
+        mean = given[0] if given else kwargs.get("mean", 0.0)
+        return mean, given[1] if len(given) > 1 else kwargs.get("std", 1.0)

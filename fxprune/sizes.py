@@ -108,6 +108,16 @@ def attributes_in(number: Any) -> Iterator[str]:
             yield from attributes_in(operand)
 
 
+def tensors_in(number: Any) -> Iterator[Any]:
+    """The nodes whose dimensions a number is made of."""
+    origin = getattr(number, "origin", None)
+    if isinstance(origin, Dimension):
+        yield origin.source
+    elif isinstance(origin, Operation):
+        for operand in origin.operands:
+            yield from tensors_in(operand)
+
+
 def expression(number: Any) -> Any:
     """A hashable form of what a number is made of: the same for equal expressions only."""
     origin = getattr(number, "origin", None)

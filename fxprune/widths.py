@@ -26,6 +26,15 @@ class NewSizes:
     input: tuple[int, ...] = ()
 
     @property
+    def before(self) -> tuple[int, ...]:
+        """Shape of the first argument in the model as it is."""
+        return self.replay.before[self._first].shape
+
+    @property
+    def _first(self) -> fx.Node:
+        return self.node.args[0] if self.node.args else self.node.kwargs["input"]  # type: ignore
+
+    @property
     def result(self) -> Any:
         """New shape of the result; a list of shapes for a tuple of tensors."""
         if isinstance(self.node.meta["spec"], Spec):
@@ -34,8 +43,7 @@ class NewSizes:
 
     def keep(self, dim: int) -> Left | None:
         """What stays of the first argument along ``dim``; None where all does."""
-        first = self.node.args[0] if self.node.args else self.node.kwargs["input"]
-        old = self.replay.before[first]
+        old = self.replay.before[self._first]
         axis = old.axis(dim) if isinstance(old, Channels) else None
         if axis is None:
             return None

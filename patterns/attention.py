@@ -9,11 +9,11 @@ from fxprune.registry import register
 
 
 def same_scale(call, new):
-    """The default scale reads the width of a head: it stays what it was."""
-    width = call.recorded(0, "query").shape[-1]
-    if call.channels(0, "query").shape[-1] == width or call.kwargs.get("scale") is not None:
-        return {}
-    return {(6, "scale"): width**-0.5}
+    """The scale, which the width of a head may have made, stays what it was."""
+    width, given = call.recorded(0, "query").shape[-1], call.recorded(6, "scale")
+    if given is not None:
+        return {(6, "scale"): given}
+    return {} if call.channels(0, "query").shape[-1] == width else {(6, "scale"): width**-0.5}
 
 
 @register("scaled_dot_product_attention", resize=same_scale)

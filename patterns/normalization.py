@@ -46,8 +46,11 @@ def batch(a, call, x, names, eps):
 
 def norm_width(m, new):
     own = [view[0] for view in new.views.values() if view]
-    width = own[0] if own else new.input[channel_dim(m, len(new.input))]
-    return {"num_features": width}
+    if own:
+        return {"num_features": own[0]}
+    dim = channel_dim(m, len(new.input))  # it says nothing where it is not what comes in
+    said = new.before[dim] == m.num_features if new.input else False
+    return {"num_features": new.input[dim]} if said else {}
 
 
 def channel_dim(m, rank):

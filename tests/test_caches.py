@@ -111,3 +111,17 @@ def test_looking_for_caches_asks_nothing_of_what_lies_in_modules():
         "with caches.passed_by(): pass\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("kept", ["attribute", "dictionary"])
+def test_numbers_that_a_model_keeps_of_another_recording_are_plain(kept):
+    """In caches that cannot be seen from a module."""
+    known = {}
+
+    def half(width):
+        return known.setdefault(width, width // 2)
+
+    ask = functools.lru_cache(lambda width: width // 2) if kept == "attribute" else half
+    model = heads(lambda s, y: torch.cat([y[..., : ask(y.shape[-1])].exp(), y[..., 4:]], -1))
+    for _ in range(2):
+        check(model, X, shrinks=False)

@@ -17,7 +17,12 @@ X = torch.linspace(-2, 2, 24, dtype=torch.float64).sin().reshape(4, 6)
 
 
 def always_dropped(s, x):
-    return s.b(F.dropout(F.silu(s.a(x)), 0.5, training=True))
+    return s.b(F.dropout(F.silu(s.a(x)), 0.3, training=True))
+
+
+def dropped_by_hand(s, x):
+    y = F.silu(s.a(x))
+    return s.b(y * (torch.rand_like(y) > 0.3))
 
 
 def autoencoder(s, x):
@@ -32,7 +37,7 @@ def net(forward):
     return awake(Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 3), **layers))
 
 
-@pytest.mark.parametrize("forward", [always_dropped, autoencoder])
+@pytest.mark.parametrize("forward", [always_dropped, dropped_by_hand, autoencoder])
 def test_a_model_that_draws_for_each_channel_is_compared_by_the_mean_of_what_it_draws(forward):
     model = net(forward)
     with pytest.warns(fxprune.PruningWarning, match="draws random numbers as it runs"):
@@ -40,7 +45,7 @@ def test_a_model_that_draws_for_each_channel_is_compared_by_the_mean_of_what_it_
     assert small.a.out_features == 4 and small.b.in_features == 4
 
 
-@pytest.mark.parametrize("forward", [always_dropped, autoencoder])
+@pytest.mark.parametrize("forward", [always_dropped, dropped_by_hand, autoencoder])
 def test_a_difference_that_is_no_chance_is_still_found(forward):
     model = net(forward)
     plan = fxprune.plan(model, X)
@@ -53,10 +58,12 @@ def test_a_difference_that_is_no_chance_is_still_found(forward):
 
 def test_draws_are_their_mean_inside_and_all_else_is_as_it_was():
     x = torch.arange(1.0, 7).reshape(2, 3) / 7
-    with torch.no_grad(), Settled() as mode:
+    with torch.no_grad(), Settled(0.5) as mode:
         assert torch.equal(x.sin(), x.sin()) and not mode.drawn
         assert torch.allclose(F.dropout(x, 0.3, True), x) and mode.drawn
         assert torch.equal(torch.bernoulli(x), x)
         assert (torch.empty(5).bernoulli_() == 0.5).all()
         assert (torch.randn_like(x) == 0.5).all() and (torch.empty(3).uniform_() == 0.5).all()
+        assert torch.equal(torch.normal(x, 2 * x), x + 0.5 * 2 * x)
+        assert (torch.empty(3).normal_(1.0, 4.0) == 3.0).all()
         assert sorted(torch.randperm(4).tolist()) == [0, 1, 2, 3]

@@ -1,0 +1,140 @@
+"""A channel dimension cut in parts of which code treats positions each by itself: what is left has
+to stand where it stood, or the group stays whole, and nothing crashes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .oracle import awake, check, difference, run
+from .test_trace import Net
+
+pytestmark = pytest.mark.filterwarnings("ignore::fxprune.PruningWarning")
+
+X = torch.linspace(-3, 3, 10, dtype=torch.float64).cos().reshape(2, 5)
+FACTORS = torch.linspace(1, 6, 6, dtype=torch.float64)
+PLACES = torch.tensor([5, 3, 1, 0, 2, 4])
+
+
+def net(forward, seed, heads=4):
+    torch.manual_seed(seed)
+
+    def run_it(s, x):
+        return s.o(forward(s.q(x).view(x.shape[0], -1, 24 // heads)).flatten(1))
+
+    return Net(run_it, q=nn.Linear(5, 24), o=nn.Linear(24, 5))
+
+
+def louder(parts, dim):
+    return torch.cat([part * (i + 1) for i, part in enumerate(parts)], dim)
+
+
+def halves(t):
+    a, b = t.chunk(2, -1)
+    return torch.cat([-b, a], -1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("forward", [
+    lambda v: v * FACTORS,
+    lambda v: v.masked_fill(torch.arange(6) > 2, 0.0),
+    lambda v: torch.where(torch.arange(6) > 2, v, 2 * v),
+])  # fmt: skip
+def test_slices_that_meet_a_fixed_tensor_are_made_in_an_order_that_fits(forward, seed):
+    _, small = check(net(forward, seed), X)
+    assert small.q.out_features == 12
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("forward", "heads"), [
+    (halves, 6), (lambda v: louder(v.split(2, -1), -1), 6),
+    (lambda v: torch.cat([v[..., :2] * 2, v[..., 2:]], -1), 6),
+    (lambda v: louder(v.chunk(2, 2), 2), 4), (lambda v: louder(v.split(3, 2), 2), 4),
+    (lambda v: louder(v.tensor_split(2, 2), 2), 4), (lambda v: louder(v.split(2, 1), 1), 4),
+    (lambda v: louder(v.split([2, 2, 2], 1), 1), 6),
+    (lambda v: torch.stack([v[:, :, ::2], v[:, :, 1::2]], 3).flatten(2), 4),
+    (lambda v: v[:, :, PLACES], 4), (lambda v: v.index_select(2, PLACES), 4),
+    (lambda v: v[..., [0, 2, 3, 5]].repeat(1, 1, 2)[..., :6], 4),
+    (lambda v: F.pad(v[..., :4], (1, 1)), 4),
+])  # fmt: skip
+def test_parts_of_every_slice_are_what_is_left_of_these_parts(forward, heads, seed):
+    check(net(forward, seed, heads), X, shrinks=False)
+
+
+@pytest.mark.parametrize("turn", [
+    lambda t: t[..., :4], lambda t: t.narrow(-1, 1, 4), lambda t: t[..., [0, 2, 3, 5]],
+    lambda t: torch.stack([-t[..., 1::2], t[..., ::2]], -1).flatten(-2),
+    lambda t: louder(t.split([2, 4], -1), -1), lambda t: louder(t.chunk(4, -1), -1),
+])  # fmt: skip
+def test_parts_of_heads_that_keep_other_slices_each(turn):
+    torch.manual_seed(0)
+
+    def forward(s, x):
+        q, k, v = (t(x).unflatten(-1, (4, 6)).transpose(1, 2) for t in (s.q, s.k, s.v))
+        y = (turn(q) @ turn(k).transpose(-1, -2)).softmax(-1) @ v
+        return s.o(y.transpose(1, 2).flatten(2))
+
+    layers = {name: nn.Linear(5, 24) for name in "qkv"}
+    x = torch.randn(2, 3, 5, dtype=torch.float64)
+    check(Net(forward, o=nn.Linear(24, 5), **layers), x, attention="head_dim", shrinks=False)
+
+
+def test_a_scale_that_is_made_of_a_width_stays_what_it_was():
+    torch.manual_seed(0)
+
+    def forward(s, x):
+        q, k, v = (t(x).unflatten(-1, (4, -1)).transpose(1, 2) for t in (s.q, s.k, s.v))
+        y = F.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5)
+        return s.o(y.transpose(1, 2).flatten(2))
+
+    layers = {name: nn.Linear(5, 16) for name in "qkv"}
+    x = 3 * torch.randn(2, 3, 5, dtype=torch.float64)
+    _, small = check(Net(forward, o=nn.Linear(16, 5), **layers), x, attention="head_dim")
+    assert small.q.out_features == 8
+
+
+@pytest.mark.parametrize("merge", [
+    lambda t, b, n: t.view(b, n, 4, 4).transpose(1, 2).reshape(b * 4, n, 4),
+    lambda t, b, n: t.unflatten(-1, (4, 4)).transpose(1, 2).reshape(4 * b, n, 4),
+])  # fmt: skip
+@pytest.mark.parametrize("part", [
+    lambda y, b, n: y.view(b, 4, n, 4), lambda y, b, n: y.view(y.shape[0] // 4, 4, n, 4),
+])  # fmt: skip
+def test_heads_beside_the_batch_are_right_for_other_batches(merge, part):
+    torch.manual_seed(0)
+
+    def forward(s, x):
+        b, n, _ = x.shape
+        q, k, v = (merge(t(x), b, n) for t in (s.q, s.k, s.v))
+        y = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        return s.o(part(y, b, n).transpose(1, 2).reshape(b, n, 16))
+
+    layers = {name: nn.Linear(5, 16) for name in "qkv"}
+    net = Net(forward, o=nn.Linear(16, 5), **layers)
+    plan, small = check(net, torch.randn(2, 3, 5, dtype=torch.float64))
+    assert small.q.out_features == 8
+    for batch in (1, 3, 7):
+        x = torch.randn(batch, 4, 5, dtype=torch.float64)
+        assert difference(run(plan.mask(net), x), run(small, x)) < 1e-9
+
+
+def test_padding_by_a_number_made_of_widths_is_explained():
+    torch.manual_seed(0)
+
+    def forward(s, x):
+        x = s.a(x).relu()
+        more = s.b.out_channels - s.a.out_channels
+        return s.c(s.b(x).relu() + F.pad(x, (0, 0, 0, 0, more // 2, more // 2)))
+
+    net = Net(forward, a=nn.Conv2d(3, 8, 1), b=nn.Conv2d(8, 16, 1), c=nn.Conv2d(16, 4, 1))
+    check(net, torch.randn(2, 3, 4, 4, dtype=torch.float64), shrinks=False)
+
+
+def test_a_norm_without_tensors_serves_two_widths():
+    torch.manual_seed(0)
+    norm = nn.InstanceNorm2d(8)
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), norm, nn.Conv2d(8, 6, 1), norm, nn.Conv2d(6, 4, 1))
+    with pytest.warns(UserWarning):
+        check(awake(net), torch.randn(2, 3, 4, 4, dtype=torch.float64), shrinks=False)
