@@ -304,7 +304,7 @@ class Replay(Orders):
         ):  # fmt: skip
             raise self._misfit(call)
         if any(len(axis.dims) > 1 for x in operands for axis in x.axes):
-            rank = len(to)
+            rank = len(to)  # a tensor of fixed width minds which slice stands where
             for x in operands:
                 rigid = [
                     d - rank for d in range(rank - len(x.shape), rank)
