@@ -17,7 +17,7 @@ from .probe import probed
 from .pruning_plan import ChannelGroup, PruningPlan
 from .replay import Replay
 from .saving.places import places
-from .sizes import attributes_in
+from .sizes import Attribute, origins
 
 if TYPE_CHECKING:
     from .planner import Planner
@@ -53,7 +53,7 @@ def assemble(planner: Planner, replay: Replay) -> PruningPlan:
     result.skipped = _skipped(planner, result)
     read = {str(n.target) for n in planner.trace.graph.nodes if n.op == "get_attr"}
     asked = (o for call in planner.trace.calls for q in call.questions for o in q.operands)
-    read.update(name for operand in asked for name in attributes_in(operand))
+    read.update(o.name for number in asked for o in origins(number) if isinstance(o, Attribute))
     result.attributes |= announced(planner.trace, replay, read | result.attributes.keys())
     _configure(planner, result, replay)
     # Where there is a target, its budget says so.

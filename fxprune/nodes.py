@@ -191,8 +191,8 @@ class Nodes:
 
     def own(self, number: Any) -> Any:
         """A number as a plain one where the model has kept it from another recording."""
-        ours = all(source.graph is self.graph for source in sizes.tensors_in(number))
-        return number if ours else sizes.plain(number)
+        read = (o.source for o in sizes.origins(number) if isinstance(o, sizes.Dimension))
+        return number if all(s.graph is self.graph for s in read) else sizes.plain(number)
 
     def _size_node(self, origin: sizes.Origin) -> fx.Node:
         if isinstance(origin, sizes.Dimension):

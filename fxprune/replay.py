@@ -149,11 +149,8 @@ class Replay(Orders):
     def _units_of_numbers(self, numbers: Iterable[Any]) -> np.ndarray:
         """Units of the axes whose sizes traced numbers are computed from."""
         units = [np.zeros(0, dtype=np.int64)]
-        for number in numbers:
-            origin = getattr(number, "origin", None)
-            if isinstance(origin, sizes.Operation):
-                units.append(self._units_of_numbers(origin.operands))
-            elif isinstance(origin, sizes.Dimension):
+        for origin in (o for number in numbers for o in sizes.origins(number)):
+            if isinstance(origin, sizes.Dimension):
                 value = self.before[origin.source]
                 axis = value.axis(origin.dim) if isinstance(value, Channels) else None
                 units += [] if axis is None else [axis.units.reshape(-1).numpy()]

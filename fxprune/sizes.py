@@ -98,24 +98,14 @@ def plain(number: Any) -> Any:
     return float.__float__(number) if isinstance(number, TracedFloat) else number
 
 
-def attributes_in(number: Any) -> Iterator[str]:
-    """The attributes of the model that a number is made of."""
+def origins(number: Any) -> Iterator[Dimension | Attribute]:
+    """The dimensions and attributes that a number is made of; none for a plain one."""
     origin = getattr(number, "origin", None)
-    if isinstance(origin, Attribute):
-        yield origin.name
-    elif isinstance(origin, Operation):
+    if isinstance(origin, Operation):
         for operand in origin.operands:
-            yield from attributes_in(operand)
-
-
-def tensors_in(number: Any) -> Iterator[Any]:
-    """The nodes whose dimensions a number is made of."""
-    origin = getattr(number, "origin", None)
-    if isinstance(origin, Dimension):
-        yield origin.source
-    elif isinstance(origin, Operation):
-        for operand in origin.operands:
-            yield from tensors_in(operand)
+            yield from origins(operand)
+    elif origin is not None:
+        yield origin
 
 
 def expression(number: Any) -> Any:
