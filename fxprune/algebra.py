@@ -208,21 +208,24 @@ class Algebra(Meanings):
         operands: Sequence[Channels],
         function: Callable[[Sequence[Tensor]], Tensor] | None = None,
         shape: tuple[int, ...] | None = None,
+        *,
+        together: bool = True,
     ) -> Channels:
         """Operands that meet under broadcasting share their units.
 
-        ``function`` computes the result's constants from the operands' (default: not constant).
+        ``function`` computes the result's constants from the operands' (default: not constant);
+        ``together``: it treats each element by itself, along dimensions without channels at least.
         """
         shape = broadcast_shape([x.shape for x in operands]) if shape is None else shape
         shifted = [shift(x, len(shape)) for x in operands]
         axes = [
             axis
             for dims in clusters(shifted)
-            if (axis := self._meet_axis(call, shifted, dims, shape, function)) is not None
+            if (axis := self._meet_axis(call, shifted, dims, shape, function, together)) is not None
         ]
-        return Channels(shape, tuple(axes), self._meet_scalar(operands, function))
+        return Channels(shape, tuple(axes), self.meet_scalar(operands, function))
 
-    def _meet_axis(self, call, operands, dims, shape, function):
+    def _meet_axis(self, call, operands, dims, shape, function, together):
         sizes = tuple([shape[d] for d in dims])
         laid, wide, followers = [], [], []
         touched = [x.touching(dims) for x in operands]
@@ -255,15 +258,10 @@ class Algebra(Meanings):
                     return None
                 elif stiff:
                     self.hold(first, stiff)
-        constant, border = self.meet_constants(call, operands, touched, dims, shape, function)
+        constant, border = self.meet_constants(
+            call, operands, touched, dims, shape, function, together
+        )
         return Axis(dims, first.units, constant, border)
-
-    def meet_constants(self, call, operands, touched, dims, shape, function):
-        """What the axis over ``dims`` holds; ``touched`` are the axes of each operand there."""
-        return None, False
-
-    def _meet_scalar(self, operands, function):
-        return None
 
     def move(
         self,
@@ -281,14 +279,14 @@ class Algebra(Meanings):
         shape = call.shape if shape is None else shape
         axes: list[Axis] = []
         for axis in x.axes:
-            units, constant = run_on(axis, x, function, touched)
+            units, old = run_on(axis, x, function, touched)
             dims = self.decide(call, partial(varying, units))
             if not dims:
                 if units.numel():
                     one = Axis((0,), units.reshape(-1)[:1])
                     self.freeze(one, f"one slice of it is read by itself in {call.name}", call)
                 continue
-            units, constant = compact(units, constant, dims)
+            units, constant = compact(units, axis.constant, old, dims)
             axes.append(Axis(dims, units, constant, axis.border))
         return Channels(shape, self._disjoint(call, axes))
 
@@ -417,7 +415,7 @@ class Algebra(Meanings):
         if self.attention == "head_dim":
             self.hold(axis, rest)
             return None
-        return self.tie(call, replace(axis, constant=None), rest)
+        return self.tie(call, axis.saying(None, axis.border), rest)
 
     def consume(
         self,
@@ -454,7 +452,7 @@ class Algebra(Meanings):
             if over and not rest:
                 self.ended(axis, call)
             elif over:
-                axes.append(self.tie(call, replace(axis, constant=None), rest))
+                axes.append(self.tie(call, axis.saying(None, axis.border), rest))
             else:
                 axes.append(self.reduced(axis))
         return remap(Channels(x.shape, tuple(axes)), where, shape)
@@ -486,7 +484,8 @@ class Algebra(Meanings):
         head = axis.units[index]
         self.join_whole(axis, head.expand(axis.units.shape), call)
         kept = tuple(i for i, d in enumerate(axis.dims) if d in rest)
-        units, constant = compact(axis.units, axis.constant, kept)
+        old = torch.arange(1, axis.units.numel() + 1).reshape(axis.units.shape)
+        units, constant = compact(axis.units, axis.constant, old, kept)
         return Axis(tuple(rest), units, constant, axis.border)
 
 

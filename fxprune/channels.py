@@ -95,7 +95,8 @@ class Axis:
     """Channels along ``dims`` of a tensor.
 
     ``constant`` holds what each slice contains when its unit is removed by a mask, NaN where that
-    is not one number; ``border`` tells that zeros stand around it (it went through zero padding).
+    is not one number: (rows, ...), of which :mod:`fxprune.expected` tells. ``border`` tells that
+    zeros stand around it (it went through zero padding).
     ``blank`` tells that all slices are alike: they go in any order with those they meet.
     """
 
@@ -111,13 +112,13 @@ class Axis:
         which every call does."""
         return Axis(dims, self.units, self.constant, self.border, self.source, self.blank)
 
-    def over(self, dims: Iterable[int], array: Tensor | None = None) -> Tensor:
-        """``units`` (or ``array``) over ``dims``, of size 1 where the axis has no such one."""
-        array = self.units if array is None else array
-        if dims == self.dims:
-            return array
-        sizes = dict(zip(self.dims, array.shape, strict=True))
-        return array.reshape([sizes.get(d, 1) for d in dims])
+    def saying(self, constant: Tensor | None, border: bool = False) -> Axis:
+        """The same channels with other constants."""
+        return Axis(self.dims, self.units, constant, border, self.source, self.blank)
+
+    def over(self, dims: Iterable[int]) -> Tensor:
+        """``units`` over ``dims``, of size 1 where the axis has no such one."""
+        return self.units if dims == self.dims else laid_over(self.units[None], self.dims, dims)[0]
 
 
 @dataclass(slots=True, eq=False)
@@ -144,6 +145,15 @@ class Channels:
         return Channels(self.shape, tuple(axes), self.scalar, self.sums_to_one)
 
 
+def laid_over(rows: Tensor, dims: tuple[int, ...], over: Iterable[int]) -> Tensor:
+    """An array (rows, ...) along ``dims`` as one along ``over``, of size 1 along those it has
+    not."""
+    if over == dims:
+        return rows
+    sizes = dict(zip(dims, rows.shape[1:], strict=True))
+    return rows.reshape([len(rows), *[sizes.get(d, 1) for d in over]])
+
+
 def remap(x: Channels, where: dict[int, int], shape: tuple[int, ...]) -> Channels:
     """``x`` with its dimensions in new places; an axis with one that is not in ``where`` ends."""
     axes = []
@@ -154,7 +164,9 @@ def remap(x: Channels, where: dict[int, int], shape: tuple[int, ...]) -> Channel
             if len(moved) == 1 or order == list(range(len(moved))):
                 axes.append(axis.on(tuple(moved)))
                 continue
-            constant = None if axis.constant is None else axis.constant.permute(order)
+            constant = axis.constant
+            if constant is not None:
+                constant = constant.permute([0, *[i + 1 for i in order]])
             dims, units = tuple(moved[i] for i in order), axis.units.permute(order)
             axes.append(Axis(dims, units, constant, axis.border, None, axis.blank))
     return Channels(shape, tuple(axes), x.scalar)
@@ -190,33 +202,37 @@ def varying(units: Tensor) -> tuple[int, ...]:
 def stand_in(axis: Axis, shape: tuple[int, ...], touched: Iterable[int], array: Tensor) -> Tensor:
     """``array`` laid out like the tensor, with size 1 for the dimensions an op does not touch."""
     full = set(axis.dims) | set(touched)
-    laid = axis.over(range(len(shape)), array)
+    laid = laid_over(array[None], axis.dims, range(len(shape)))[0]
     return laid.expand([n if d in full else 1 for d, n in enumerate(shape)])
 
 
 def run_on(axis: Axis, x: Channels, function: Callable[[Tensor], Tensor], touched: Iterable[int]):
-    """The labels and constants of ``axis`` after an op that moves slices about.
-
-    Returns the moved units over all dimensions of the result, and the constants alike.
-    """
+    """The labels of ``axis`` after an op that moves slices about, over all dimensions of the
+    result; and for each its old position in the axis, from 1 on, if it has constants."""
     units = function(stand_in(axis, x.shape, touched, axis.units))
-    constant = axis.constant
-    if constant is not None:
-        constant = function(stand_in(axis, x.shape, touched, constant))
-    return units, constant
+    if axis.constant is None:
+        return units, None
+    old = torch.arange(1, axis.units.numel() + 1).reshape(axis.units.shape)
+    return units, function(stand_in(axis, x.shape, touched, old))
 
 
 def compact(
-    units: Tensor, constant: Tensor | None, dims: tuple[int, ...]
+    units: Tensor, constant: Tensor | None, old: Tensor | None, dims: tuple[int, ...]
 ) -> tuple[Tensor, Tensor | None]:
-    """``units`` and ``constant`` over ``dims``; NaN where a constant varies along the rest."""
-    index = tuple(slice(None) if d in dims else slice(0, 1) for d in range(units.dim()))
+    """``units`` over ``dims``, and of ``constant`` what stands at their ``old`` positions: NaN
+    where it varies along the rest, and at position 0, which an op has filled."""
+    index = tuple([slice(None) if d in dims else slice(0, 1) for d in range(units.dim())])
     sizes = [units.size(d) for d in dims]
-    if constant is not None:
-        first = constant[index]
-        level = constant == first
-        for d in range(units.dim()):
+    if constant is None or old is None:
+        return units[index].reshape(sizes), None
+    rows = constant.reshape(len(constant), -1)
+    rows = torch.cat([rows.new_full((len(rows), 1), torch.nan), rows], 1)
+    heads = old[index]
+    found = rows[:, heads.reshape(-1)].reshape(-1, *heads.shape)
+    if not torch.equal(old, heads.expand(old.shape)):
+        level = rows[:, old.reshape(-1)].reshape(-1, *old.shape) == found
+        for d in range(old.dim()):
             if d not in dims:
-                level = level.all(d, keepdim=True)
-        constant = torch.where(level, first, torch.nan).reshape(sizes)
-    return units[index].reshape(sizes), constant
+                level = level.all(d + 1, keepdim=True)
+        found = torch.where(level, found, torch.nan)
+    return units[index].reshape(sizes), found.reshape(-1, *sizes)

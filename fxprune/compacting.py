@@ -8,16 +8,13 @@ all: a unit stays where that cannot be.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from . import groups
-from .channels import SourceAxis
 from .check import check_model
-from .constants import Constants
 from .discover import Relations
 from .errors import ProofError
 from .leftovers import made_plain
@@ -83,22 +80,11 @@ def plan_compact(
 ) -> PruningPlan:
     """The plan of :func:`compact`, for a model without masks: which units are dead."""
     settings = checked(Settings(ignore=ignore, exact=True))
-    return make_plan(model, example_input, settings, patterns, Compactor)
-
-
-class AsTheyAre(Constants):
-    """What dead units say without a mask: norms go on scaling them."""
-
-    masked = False
-
-    def born(self, axis: SourceAxis, units: Tensor) -> Tensor:
-        return super().born(replace(axis, role="stat") if axis.role == "scale" else axis, units)
+    return make_plan(model, example_input, settings, patterns, Compactor, masked=False)
 
 
 class Compactor(Planner):
     """Chooses what is dead, and nothing else."""
-
-    constants = AsTheyAre
 
     def _ask(self) -> None:
         self.asked = {}

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from . import tree
-from .call import leaves
 from .errors import ProofError, PruningWarning
 from .ops import argument_names
 from .pattern_types import Pattern
@@ -178,20 +177,20 @@ def _wrong_constant(chosen: Any, net: nn.Module, x: Any, pattern: Pattern) -> Cl
     trace, constants = chosen._trace, chosen.constants(net)
     there = values_of(trace, chosen.mask(net), x)
     for node in own_nodes(trace, pattern):
-        said = leaves(constants.values[node])
-        for channels, y in zip(said, tree.tensors(there[node]), strict=True):
-            for axis in channels.axes:
-                if axis.constant is None or len(axis.dims) > 1 or axis.border:
+        tensors = tree.tensors(there[node])
+        for (channels, said), y in zip(constants.at(node), tensors, strict=True):
+            for axis, constant in zip(channels.axes, said, strict=True):
+                if len(axis.dims) > 1 or axis.border:
                     continue
-                dead = constants.removed(axis.units) & ~axis.constant.isnan()
+                dead = constants.removed(axis.units) & ~constant.isnan()
                 found = y.double().cpu().movedim(axis.dims[0], 0).reshape(len(dead), -1)
-                by = torch.where(dead, (found - axis.constant[:, None]).abs().amax(1), 0.0)
+                by = torch.where(dead, (found - constant[:, None]).abs().amax(1), 0.0)
                 at = int(by.argmax())
                 if float(by[at]) > rounding(y):
                     return Claim(
                         f"a removed channel {at} says {float(found[at, 0]):.4g} along dimension "
                         f"{axis.dims[0]} of the result; by the pattern it is "
-                        f"{float(axis.constant[at]):.4g}, which is wrong by {float(by[at]):.2g}",
+                        f"{float(constant[at]):.4g}, which is wrong by {float(by[at]):.2g}",
                         float(by[at]), holds=False,
                     )  # fmt: skip
     return None

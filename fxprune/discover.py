@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from .algebra import Algebra
 from .call import Call, Named, Roles, leaves
 from .channels import FROZEN, Axis, Channels, SourceAxis, components_of, distinct, varying
 from .meanings import Decisions
 from .recording import Trace
+from .sayings import Sayings, Telling
 
 
 @dataclass
@@ -83,6 +83,9 @@ class Relations:
     values: dict = field(repr=False, default_factory=dict)
     decisions: Decisions = field(repr=False, default_factory=dict)
     products: dict[fx.Node, list[Product]] = field(repr=False, default_factory=dict)
+    # What the first walk heard beside; None where roles changed on the way, and with them what
+    # slices say.
+    said: Sayings | None = field(repr=False, default=None)
 
     def of(self, axis: SourceAxis) -> np.ndarray:
         """The unit class of each slice of a parameter axis, in the shape of its dimensions."""
@@ -94,11 +97,13 @@ class Relations:
         return next(axes, None)
 
 
-def discover(trace: Trace, *, attention: str = "heads") -> Relations:
-    """Which slices hang together in a recorded run."""
+def discover(
+    trace: Trace, *, attention: str = "heads", telling: Telling | None = None
+) -> Relations:
+    """Which slices hang together in a recorded run, and what they say when they are dead."""
     rigid: set[str] = set()
     while True:
-        walk = Discover(trace, attention=attention, rigid=rigid)
+        walk = Discover(trace, attention=attention, rigid=rigid, telling=telling)
         walk.run()
         relations = walk.relations()
         more = walk.shared_in_vain(relations) - rigid
@@ -107,19 +112,25 @@ def discover(trace: Trace, *, attention: str = "heads") -> Relations:
         rigid |= more
 
 
-class Discover(Algebra):
+class Discover(Sayings):
     """Args:
     rigid: names of parameters and buffers that stay as they are.
     """
 
     def __init__(
-        self, trace: Trace, *, attention: str = "heads", rigid: Container[str] = ()
+        self,
+        trace: Trace,
+        *,
+        attention: str = "heads",
+        rigid: Container[str] = (),
+        telling: Telling | None = None,
     ) -> None:
-        super().__init__(trace, attention=attention)
+        super().__init__(trace, trace.model, telling, attention=attention)
         self._rigid = rigid
         self.sources: list[SourceAxis] = []
         self._by_key: dict[tuple, SourceAxis] = {}
         self._by_name: dict[str, list[int]] = {}  # of a tensor, its axes among the sources
+        self._settled = True  # no slice has spoken that has another role now
         self._used_bare: dict[int, int] = {}  # those that are used bare, by first label
         # Why a computed tensor cannot be set, "" where it can or is a tensor of the model itself.
         self._computed: dict[str, str] = dict.fromkeys(trace.names.values(), "")
@@ -168,7 +179,7 @@ class Discover(Algebra):
         shape = value.spec.shape
         view = shape if view is None else view
         if not value.spec.dtype.is_floating_point or value.name in self._rigid:
-            return Channels(view)
+            return Channels(view, (), self.one(value))
         axes = []
         for role, dims in roles.items():
             key = (value.name, view, dims)
@@ -190,11 +201,11 @@ class Discover(Algebra):
             if source.role.startswith("bare") and not role.startswith("bare"):
                 self._set_role(self.sources.index(source), role)
                 source = self._by_key[key]
-            result = Axis(dims, source.labels(), source=source)
+            result = Axis(dims, source.labels(), self.born(source), source=source)
             if len(dims) > 1:
                 self.rectangle(result, None)
             axes.append(result)
-        return Channels(view, tuple(axes))
+        return Channels(view, tuple(axes), self.one(value))
 
     def decide(self, call: Call, answer: Callable[[], Any]) -> Any:
         self._spoken = None
@@ -206,7 +217,8 @@ class Discover(Algebra):
         axes = []
         for d, n in enumerate(call.shape):
             if n > 1 and call.spec.dtype.is_floating_point:
-                axes.append(Axis((d,), torch.arange(self._next, self._next + n), blank=True))
+                labels = torch.arange(self._next, self._next + n)
+                axes.append(Axis((d,), labels, self.filled(value, n), blank=True))
                 self._next += n
         return Channels(call.shape, tuple(axes))
 
@@ -229,6 +241,7 @@ class Discover(Algebra):
         self.sources[index] = replace(old, role=role)
         self._by_key[old.name, old.view, old.dims] = self.sources[index]
         self._used_bare.pop(old.first, None)
+        self._settled = False
 
     def _check_computed(self, axis: SourceAxis) -> None:
         """A tensor that a parametrization computes has to take smaller values back."""
@@ -360,6 +373,7 @@ class Discover(Algebra):
             self.values,
             self.decisions,
             self.products,
+            self if self._settled and self.telling is not None else None,
         )
 
     def _solve(self) -> tuple[np.ndarray, np.ndarray]:

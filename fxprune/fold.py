@@ -12,7 +12,6 @@ from torch import Tensor, fx, nn
 
 from .channels import SourceAxis
 from .constants import Constants, Read
-from .expected import expect
 from .layout import view_dims
 
 _ROUNDING = 1e-12
@@ -102,12 +101,10 @@ def folds(
     """What each reading layer does with the constants it reads.
 
     Args:
-        constants: the second walk, run.
+        constants: what is said, and to whom.
         carriers: for each unit class, whether it stays as a masked channel.
         skip: weights to leave alone.
     """
-    if bias == "expected":
-        expect(constants)
     result = Folds()
     by_weight: dict[str, list[Read]] = {}
     for read in constants.reads:
@@ -197,10 +194,12 @@ def _amplify(result, constants, read, gone) -> None:
     predicts k + g best is c = 1 + (1 - q) C / (q C + I): cov(k, k + g) over var(k).
     """
     users = list(read.call.node.users)
-    norm = constants.norms.get(users[0]) if len(users) == 1 else None
-    name = None if norm is None else norm.measured
-    once = [norm.measured for norm in constants.norms.values()].count(name) == 1
-    if name is None or not once or bool(torch.isnan(read.variance).any()):
+    name = constants.norms.get(users[0]) if len(users) == 1 else None
+    if (
+        name is None
+        or list(constants.norms.values()).count(name) > 1
+        or bool(torch.isnan(read.variance).any())
+    ):
         return
     going = torch.where(gone, read.variance, 0.0)
     if not bool(going.any()):

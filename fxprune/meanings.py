@@ -7,7 +7,6 @@ that it is about; here they say nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,8 +119,23 @@ class Meanings:
     ) -> None:
         """Called with the operands of a contraction, in the space where they meet."""
 
-    def contraction_constants(self, call, axis, x, w, ended):
-        return replace(axis, constant=None)
+    def meet_constants(
+        self, call: Call, operands: Sequence[Channels], touched: Sequence[Sequence[Axis]],
+        dims: tuple[int, ...], shape: tuple[int, ...], function: Any, together: bool,
+    ) -> tuple[Tensor | None, bool]:  # fmt: skip
+        """What the axis over ``dims`` holds where operands meet, and whether zeros stand around it;
+        ``touched`` are the axes of each operand there."""
+        return None, False
+
+    def meet_scalar(self, operands: Sequence[Channels], function: Any) -> float | None:
+        """What operands of one number come to."""
+        return None
+
+    def contraction_constants(
+        self, call: Call, axis: Axis, x: Channels, w: Channels, ended: set[int]
+    ) -> Axis:
+        """An axis of a product of ``x`` and ``w`` that is summed over the dimensions ``ended``."""
+        return axis
 
     def distinguish(self, x: Channels) -> None:
         """Something is done to the slices of ``x`` and not to others of its tensor."""

@@ -28,6 +28,7 @@ from .owed import Owed
 from .pruning_plan import PruningPlan
 from .recording import Trace
 from .replay import Replay
+from .sayings import Telling
 from .scope import MOST, Contender, fractions, structure, work_of
 from .select import Choice, keep_count
 from .settings import Settings, matches
@@ -42,9 +43,9 @@ class Planner:
         example_input: that the trace was recorded with.
         trained: gives the trace of the model in training mode, for code that asks for the mode;
             None where it does not run so.
+        telling: how dead units say what they say.
     """
 
-    constants = Constants  # the second walk
     reconstruction: Reconstruction | None = None  # scores units, where that is asked for
     budget: Budget | None = None  # says how many go, where a target is given
 
@@ -56,7 +57,9 @@ class Planner:
         example_input: Any,
         trained: Callable[[], Trace | None],
         found: list[fusions.Fusion],
+        telling: Telling,
     ) -> None:
+        self.telling = telling
         self.example_input = example_input
         self.trained = trained
         self.fusions = found
@@ -289,7 +292,7 @@ class Planner:
         """Find units that have to be silent, units that cannot go, and carriers."""
         while True:
             self.carriers[:] = False
-            constants = self._walked()
+            constants = self._heard()
             if not constants.lost:
                 if self.settings.exact and self.settings.bias == "propagate":
                     self._choose_carriers(constants)
@@ -302,14 +305,11 @@ class Planner:
         self.folds = self._folded(constants)
         return True
 
-    def _walked(self) -> Constants:
-        """The second walk, run."""
-        constants = self.constants(
+    def _heard(self) -> Constants:
+        return Constants(
             self.trace, self.relations, self.removed, self.silent, self.trace.model,
-            attention=self.settings.attention,
+            telling=self.telling, attention=self.settings.attention, first=True,
         )  # fmt: skip
-        constants.run()
-        return constants
 
     def _folded(self, constants: Constants) -> Folds:
         return folds(

@@ -25,6 +25,7 @@ from .recorder import record
 from .recording import Trace
 from .registry import every, scope
 from .running import uncollected
+from .sayings import Telling
 from .settings import Settings, check_names, checked, for_model
 
 
@@ -145,8 +146,16 @@ def make_plan(
     patterns: Iterable[Pattern],
     planner: Callable[..., Planner],
     batches: Batches | None = None,
+    *,
+    masked: bool = True,
+    heard: bool = True,
 ) -> PruningPlan:
-    """Record, relate, and let a planner choose, by what ``batches`` tell if it is asked to."""
+    """Record, relate, and let a planner choose, by what ``batches`` tell if it is asked to.
+
+    Args:
+        masked: False where units are dead as they are.
+        heard: whether anyone is to hear what dead units say.
+    """
     check_model(model, example_input)
     check_names(model, settings)
     settings = for_model(settings, model)
@@ -162,8 +171,11 @@ def make_plan(
     with scope(*patterns, override=True), uncollected(), _naming_patterns():
         trace = record(model, example_input, settings.outputs)
         found = fusions.find(trace)  # before the first walk: they give nodes another meaning
-        relations = discover(trace, attention=settings.attention)
-        chooser = planner(trace, relations, settings, example_input, trained, found)
+        telling = Telling(settings.bias == "drop", masked, drawn=settings.bias == "expected")
+        relations = discover(
+            trace, attention=settings.attention, telling=telling if heard else None
+        )
+        chooser = planner(trace, relations, settings, example_input, trained, found, telling)
         if settings.importance == "reconstruction" and batches is not None:
             chooser.reconstruction = Reconstruction(
                 trace, relations, batches, attention=settings.attention

@@ -27,6 +27,7 @@ from .kept import members
 from .pattern_types import Pattern
 from .recording import Trace
 from .replay import Replay
+from .sayings import Telling
 from .settings import Settings
 
 
@@ -97,7 +98,7 @@ class PruningPlan:
     _folds: Folds = field(repr=False)  # of the weights that the plan was made with
     _replay: Replay = field(repr=False)
     _units: list[np.ndarray] = field(repr=False)  # of each group that is not frozen
-    _walk: type[Constants] = field(repr=False)
+    _masked: bool = field(repr=False)  # dead units are masked; not: dead as they are
     _example_input: Any = field(repr=False)
     _mixes: dict[str, Mix] = field(default_factory=dict, repr=False)  # of a calibration
     target: Reached | None = None
@@ -257,14 +258,18 @@ class PruningPlan:
 
         return drawing.draw(self, path)
 
-    def constants(self, model: nn.Module, walk: type[Constants] | None = None) -> Constants:
-        """What ``model``'s removed channels still say: the second walk, run."""
-        constants = (walk or self._walk)(
+    def constants(self, model: nn.Module, *, drawn: bool = False, every: bool = False) -> Constants:
+        """What ``model``'s removed channels still say.
+
+        Args:
+            drawn: what they said over the data of training, too.
+            every: layers that read no dead channel are noted, too.
+        """
+        return Constants(
             self._trace, self._relations, self._removed, self._silent, model,
+            telling=Telling(masked=self._masked, drawn=drawn), every=every,
             attention=self.settings.attention,
         )  # fmt: skip
-        constants.run()
-        return constants
 
     def folds(self, model: nn.Module, *, skip: Container[str] = (), mixes: bool = True) -> Folds:
         """Where the constants of ``model``'s removed channels go.
@@ -273,7 +278,7 @@ class PruningPlan:
             skip: weights to leave alone.
             mixes: whether those that are calibrated get predictions; a masked model has them.
         """
-        constants = self.constants(model)
+        constants = self.constants(model, drawn=self.settings.bias == "expected")
         found = folds(
             constants, self._carriers, self._relations.classes, model,
             bias=self.settings.bias, exact=self.settings.exact, skip=skip or self._mixes,

@@ -63,7 +63,7 @@ class Reading:
                     vector = self._axis(key, name, self._role(key, name))
                     operands.append(self._laid(vector, self.names[key], i, only=name))
         function = None if self.read else partial(self._constants, i, list(inputs))
-        y = a.meet(call, operands, function, space)
+        y = a.meet(call, operands, function, space, together=False)
         dims = tuple(d for d, n in enumerate(names) if self._is_made(n))
         if dims and self.weights:
             y = a.emitted(call, y, dims, partial(self._emission, i, dims))

@@ -85,10 +85,10 @@ class Counting:
         args, kwargs = (swap(v) for v in self._replay.calls[node])
         module = self._small.get_submodule(str(node.target)) if node.op == "call_module" else None
         result = run_node(node, module, args, kwargs)
+        said = self._constants.at(node)
         if isinstance(result, Tensor):
-            return self._widen(node, result, self._constants.values[node])
-        results = zip(result, self._constants.values[node], strict=True)
-        return tuple(self._widen(node, r, c) for r, c in results)
+            return self._widen(node, result, *next(said))
+        return tuple(self._widen(node, r, *s) for r, s in zip(result, said, strict=True))
 
     def _narrow(self, node: fx.Node, value: Tensor) -> Tensor:
         """Kept slices of an argument."""
@@ -99,9 +99,11 @@ class Counting:
             value = value.index_select(dim, order.to(value.device))
         return value
 
-    def _widen(self, node: fx.Node, result: Tensor, full: Channels) -> Tensor:
+    def _widen(
+        self, node: fx.Node, result: Tensor, full: Channels, said: Sequence[Tensor]
+    ) -> Tensor:
         """The narrow result in a full-width tensor; removed slices hold their constant."""
-        for axis in full.axes:
+        for axis, constant in zip(full.axes, said, strict=True):
             if len(axis.dims) != 1:
                 continue
             (dim,) = axis.dims
@@ -110,7 +112,6 @@ class Counting:
                 continue
             shape = [1] * result.dim()
             shape[dim] = len(kept)
-            constant = torch.zeros(len(kept)) if axis.constant is None else axis.constant
             wide = torch.nan_to_num(constant).to(result).reshape(shape)
             wide = wide.expand([len(kept) if d == dim else n for d, n in enumerate(result.shape)])
             new = self._replay.values[node]

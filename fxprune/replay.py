@@ -293,7 +293,7 @@ class Replay(Orders):
         if math.prod(x.shape) != math.prod(shape):
             raise self._misfit(call)
 
-    def meet(self, call, operands, function=None, shape=None):
+    def meet(self, call, operands, function=None, shape=None, *, together=True):
         to = broadcast_shape([x.shape for x in operands]) if shape is None else shape
         if any(
             n not in (1, wanted)
@@ -312,7 +312,7 @@ class Replay(Orders):
                     )
                 ]  # fmt: skip
                 self._in_place(call, x, rigid)
-        return super().meet(call, operands, function, to)
+        return super().meet(call, operands, function, to, together=together)
 
     def move(self, call, x, function, shape=None, *, touched=()):
         def tried(labels: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxprune.channels import Axis, Channels, remap
+from fxprune.channels import Axis, Channels, laid_over, remap
 from fxprune.layout import broadcast_shape
 from fxprune.registry import register
 
@@ -39,31 +39,34 @@ def end_to_end(a, call, parts, dim):
     """One axis of the parts' labels along ``dim``, rigid parts as slices that stay."""
     ends = [p.axis(dim) for p in parts]
     dims = tuple(sorted({d for axis in ends if axis is not None for d in axis.dims}))
-    known = any(axis is not None and axis.constant is not None for axis in ends)
-    units, constants, borders = [], [], []
+    units = []
     for p, axis in zip(parts, ends, strict=True):
         sizes = [p.shape[d] for d in dims]
         if axis is None:
             units.append(torch.zeros(sizes, dtype=torch.int64))
         else:
             units.append(axis.over(dims).expand(sizes))
-        borders.append(axis is not None and axis.border)
-        if known and axis is not None and axis.constant is not None:
-            constants.append(axis.over(dims, axis.constant).expand(sizes))
-        elif known:
-            constants.append(torch.full(sizes, torch.nan, dtype=torch.float64))
     at = dims.index(dim)
-    joined = torch.cat(units, at)
-    mixed = any(borders) and len(parts) > 1  # zeros stand around a part, not around all alike
-    if mixed and known:
-        constants = [
-            torch.where(c == 0, 0.0, torch.nan) if border else c
-            for c, border in zip(constants, borders, strict=True)
-        ]
-    border = any(borders) and not mixed
-    result = Axis(dims, joined, torch.cat(constants, at) if known else None, border)
+    # Zeros stand around a part, not around all alike.
+    border = any(axis is not None and axis.border for axis in ends)
+    mixed = border and len(parts) > 1
+    constant = None
+    if any(axis is not None and axis.constant is not None for axis in ends):
+        said = [constants(axis, u.shape, dims, mixed) for axis, u in zip(ends, units, strict=True)]
+        rows = max(map(len, said))
+        constant = torch.cat([c.expand(rows, *c.shape[1:]) for c in said], at + 1)
+    result = Axis(dims, torch.cat(units, at), constant, border and not mixed)
     a.rectangle(result, call)
     return result
+
+
+def constants(axis, sizes, dims, mixed):
+    """What a part says over ``dims``, of these sizes; none but 0 where zeros stand around it."""
+    if axis is None or axis.constant is None:
+        return torch.full((1, *sizes), torch.nan, dtype=torch.float64)
+    said = laid_over(axis.constant, axis.dims, dims)
+    said = torch.where(said == 0, 0.0, torch.nan) if mixed and axis.border else said
+    return said.expand(len(said), *sizes)
 
 
 @register("stack", kind="cat")
@@ -93,6 +96,7 @@ def with_dim(x, dim):
     axes = []
     for axis in x.axes:
         dims = tuple(sorted((*axis.dims, dim)))
-        constant = None if axis.constant is None else axis.over(dims, axis.constant)
+        constant = axis.constant
+        constant = None if constant is None else laid_over(constant, axis.dims, dims)
         axes.append(Axis(dims, axis.over(dims), constant, axis.border))
     return Channels(x.shape, tuple(axes))

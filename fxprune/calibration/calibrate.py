@@ -25,7 +25,7 @@ from ..pruning_plan import PruningPlan
 from ..reference import Counting, tensor_nodes
 from ..rewrite import apply
 from ..running import evaluating, read_attribute
-from .readers import Everything, Reader, Run, find_readers, live_weight
+from .readers import Reader, Run, find_readers, live_weight
 from .regression import Sums
 
 MODES = ("sequential", "parallel")
@@ -40,7 +40,7 @@ def calibrate(
 ) -> None:
     """Have ``plan`` fold predictions into the layers that read removed channels. See
     :func:`fxprune.plan`; ``batches`` are :class:`Batches`."""
-    constants = plan.constants(model, Everything)
+    constants = plan.constants(model, every=True)
     readers, notes = find_readers(plan._trace, constants)
     with evaluating(model), torch.no_grad():
         work = (Sequential if mode == "sequential" else Parallel)(plan, model, constants, readers)

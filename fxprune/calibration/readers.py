@@ -67,12 +67,6 @@ class Reader:
         return flat[:, self.order.to(flat.device)].movedim(1, 2).reshape(-1, len(self.order))
 
 
-class Everything(Constants):
-    """The second walk, with the layers that read no dead channel too: earlier ones have moved."""
-
-    every = True
-
-
 def find_readers(trace: Trace, constants: Constants) -> tuple[list[Reader], list[tuple[str, str]]]:
     """The weights whose channels can be predicted, and why others cannot."""
     uses = uses_of(trace)

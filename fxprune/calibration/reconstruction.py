@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from ..constants import Constants, all_reads
 from ..discover import Relations
 from ..fold import placed
 from ..recording import Trace
 from ..running import evaluating
-from .readers import Everything, Reader, Run, find_readers, live_weight
+from .readers import Reader, Run, find_readers, live_weight
 from .regression import Products
 
 ROUNDS = 64  # in which the units of a group are taken, several at a time where it has more
@@ -45,15 +46,13 @@ class Reconstruction:
     ) -> None:
         self.relations = relations
         self._scores: dict[bytes, np.ndarray | None] = {}
-        nothing = np.zeros(int(relations.classes.max(initial=0)) + 1, dtype=bool)
-        walk = Everything(trace, relations, nothing, nothing, trace.model, attention=attention)
         with torch.no_grad():
-            walk.run()
-            self.readers, _ = find_readers(trace, walk)
-            self.problems = self._collect(trace, walk, batches)
+            constants = all_reads(trace, relations, attention=attention)
+            self.readers, _ = find_readers(trace, constants)
+            self.problems = self._collect(trace, constants, batches)
 
     def _collect(
-        self, trace: Trace, walk: Everything, batches: Iterable[Any]
+        self, trace: Trace, constants: Constants, batches: Iterable[Any]
     ) -> list[tuple[np.ndarray, Tensor, Tensor]]:
         """For each reader: the class of each channel, Σ, and WᵀW over its output's variance."""
         by_node: dict[fx.Node, list[int]] = {}
@@ -77,7 +76,9 @@ class Reconstruction:
         for reader, sums in zip(self.readers, products, strict=True):
             if sums is None or not sums.finite:
                 continue
-            weight = placed(reader.read.axis.flat(live_weight(walk, reader.read)), reader.order)
+            weight = placed(
+                reader.read.axis.flat(live_weight(constants, reader.read)), reader.order
+            )
             metric = (weight @ weight.transpose(1, 2)).double().cpu()
             covariance = sums.covariance()
             spread = float((metric * covariance).sum())

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, fx
 
 from ..calibration.batches import Batches
-from ..calibration.readers import Everything, Reader, Run, reader_of
+from ..calibration.readers import Reader, Run, reader_of
 from ..channels import Axis, Channels, SourceAxis
+from ..constants import all_reads
 from ..errors import SettingError
 from ..progress import tracking
 from ..recording import uses_of
@@ -224,14 +225,9 @@ def _put(values: dict, sizes: dict, axis: SourceAxis, value: np.ndarray, size: n
 def _readers(context: Context) -> list[Reader]:
     """Every read of the units in question whose place in the run is known."""
     relations = context.relations
-    nothing = np.zeros(int(relations.classes.max(initial=0)) + 1, dtype=bool)
-    walk = Everything(
-        context.trace, relations, nothing, nothing, context.trace.model,
-        attention=context.attention,
-    )  # fmt: skip
-    walk.run()
+    constants = all_reads(context.trace, relations, attention=context.attention)
     wanted = {axis.first for axis in context.axes}
-    found = [reader_of(walk, read) for read in walk.reads if read.axis.first in wanted]
+    found = [reader_of(constants, read) for read in constants.reads if read.axis.first in wanted]
     return [replace(reader, order=None) for reader in found if reader is not None]
 
 

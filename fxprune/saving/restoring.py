@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 from .. import groups, tree
-from ..compacting import AsTheyAre
-from ..constants import Constants
 from ..errors import InputError, PlanError, SettingError
 from ..fold import Folds
 from ..pattern_types import Pattern
@@ -41,7 +39,6 @@ class Restorer(Planner):
     ) -> None:
         super().__init__(*given)
         self.restored, self.folding, self.reasons = chosen, folding, reasons
-        self.constants = Constants if chosen.masked else AsTheyAre
 
     def _divide(self, s: float | None = None) -> None:
         """Nothing is asked of a group."""
@@ -65,7 +62,7 @@ class Restorer(Planner):
         self.silent, self.carriers = (self.known[key].copy() for key in ("silent", "carriers"))
         self.folds = Folds()
         if self.folding:
-            self.folds = self._folded(self._walked())
+            self.folds = self._folded(self._heard())
         return True
 
     def _freeze_classes(self, classes: np.ndarray, reason: str, where: str, line: str) -> None:
@@ -107,7 +104,9 @@ def restore(
         outputs=chosen.outputs,
     )  # fmt: skip
     try:
-        return make_plan(model, example_input, settings, patterns, planner)
+        return make_plan(
+            model, example_input, settings, patterns, planner, masked=chosen.masked, heard=folding
+        )
     except InputError as error:
         if given:
             raise

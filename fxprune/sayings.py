@@ -1,0 +1,356 @@
+"""What each slice says when a mask switches its unit off: constants beside the labels.
+
+A masked unit has zero weights and keeps its biases, so it is a constant; here the constants flow
+through the trace, until a layer reads them. What a slice says depends on its own unit alone, for
+slices that meet are of one unit. So all are followed as if every unit were masked, before any is
+chosen: by the first walk itself, or by one of their own with the tensors of another model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .algebra import Algebra
+from .call import Call, Named
+from .channels import Axis, Channels, SourceAxis, laid_over
+from .expected import Drawn, Masked
+from .recording import Trace
+
+
+@dataclass(frozen=True)
+class Telling:
+    """How dead units say what they say.
+
+    Args:
+        silent: masks take their biases, too.
+        masked: False where units are dead as they are: norms go on scaling them.
+        drawn: what they said over the data of training is followed, too.
+    """
+
+    silent: bool = False
+    masked: bool = True
+    drawn: bool = False
+
+
+@dataclass
+class Heard:
+    """A weight reads channels: ``units`` are its own labels and ``arrive`` theirs, laid out like
+    its ``axis``, and so is the ``constant`` behind its rows."""
+
+    call: Call
+    axis: SourceAxis
+    units: Tensor
+    arrive: Tensor
+    constant: Tensor
+    border: str
+
+
+@dataclass
+class Demand:
+    """Where units ``left`` and ``right`` are both dead, ``wrong`` has to be False; but where they
+    are all along the dimensions ``over``."""
+
+    call: Call
+    left: Tensor
+    right: Tensor
+    wrong: Tensor
+    over: Sequence[int] = ()
+
+
+class Sayings(Algebra):
+    """Args:
+    model: where values of parameters are read.
+    telling: None where constants are not asked for.
+    """
+
+    def __init__(
+        self, trace: Trace, model: nn.Module, telling: Telling | None, *, attention: str = "heads"
+    ) -> None:
+        super().__init__(trace, attention=attention)
+        self.telling = telling
+        self.rows = Drawn() if telling is not None and telling.drawn else Masked()
+        self._tensors = trace.on(model)
+        self.heard: list[Heard] = []
+        self.demands: list[Demand] = []
+        self.norms: dict[fx.Node, str | None] = {}  # the tensor by which each knows its variance
+
+    def read(self, name: str) -> Tensor:
+        """A tensor of the model by name."""
+        return self._tensors.tensor(name).detach()
+
+    # -- where constants come from --------------------------------------------------------------
+
+    def born(self, axis: SourceAxis) -> Tensor | None:
+        """Constants of a parameter's own slices under the mask."""
+        telling = self.telling
+        if telling is None or axis.role == "in":
+            return None
+        scales = axis.role == "scale" and telling.masked
+        if axis.role == "out" or not axis.is_whole:
+            return self.rows.dead(torch.zeros(1, *axis.shape, dtype=torch.float64))
+        if telling.silent and not scales and axis.role not in ("scale", "stat"):
+            return torch.zeros(1, *axis.shape, dtype=torch.float64)
+        values = axis.slices(self.read(axis.name)).double().cpu().reshape(1, *axis.shape)
+        return self.rows.scale(values) if scales else values
+
+    def one(self, value: Named) -> float | None:
+        """A tensor of one real number."""
+        if torch.Size(value.spec.shape).numel() != 1 or not value.spec.dtype.is_floating_point:
+            return None
+        return None if self.telling is None else float(self.read(value.name))
+
+    def filled(self, value: float | None, size: int) -> Tensor | None:
+        """Constants of a result that the call fills with one value."""
+        if value is None or self.telling is None:
+            return None
+        return torch.full((1, size), float(value), dtype=torch.float64)
+
+    # -- how they go on -------------------------------------------------------------------------
+
+    def meet_constants(self, call, operands, touched, dims, shape, function, together):
+        product = call.pattern is not None and call.pattern.product
+        if function is None or self.telling is None:
+            return None, False
+        if not (product or all(map(_may_be_known, operands, touched))):
+            return None, False
+        sizes = [shape[d] for d in dims]
+        laid = [_laid(x, axes, dims) for x, axes in zip(operands, touched, strict=True)]
+        rows = max(map(len, laid))
+        arrays = torch.stack([a.expand(rows, *sizes) for a in laid])
+        unknown = arrays.isnan()
+        known = ~unknown.any(0)
+        # Where a factor is zero the product is, whatever the other factor is.
+        factors = [i for i, axes in enumerate(touched) if product and len(axes) == 1]
+        zero = (arrays[factors] == 0).any(0) if factors else None
+        if not known.any() and (zero is None or not zero.any()):
+            return None, False
+        arrays.masked_fill_(unknown, 0.0)
+        result = _called(function, arrays.unbind(), dims, shape, together)
+        border = any(axis.border for axes in touched for axis in axes)
+        if border:  # zeros around the constant stay zeros, or the slice is not one number
+            inside = [not axes or not axes[0].border for axes in touched]
+            edge = [t if i else torch.zeros_like(t) for t, i in zip(arrays, inside, strict=True)]
+            around = _called(function, edge, dims, shape, together)
+            known = known & ((around == 0) | (around == result))
+        result = torch.where(known, result, torch.nan)
+        return result if zero is None else torch.where(zero, 0.0, result), border
+
+    def meet_scalar(self, operands, function):
+        if function is None or any(x.scalar is None for x in operands):
+            return None
+        tensors = [torch.full((1,) * len(x.shape), x.scalar, dtype=torch.float64) for x in operands]
+        result = function(tensors)
+        return float(result) if result.numel() == 1 else None
+
+    def contraction_constants(self, call, axis, x, w, ended):
+        """A slice of a product is zero where the slice of a factor is."""
+        zero = None
+        for other in (*x.touching(axis.dims), *w.touching(axis.dims)):
+            if other.constant is None:
+                continue
+            found, dims = other.constant == 0, other.dims
+            if not set(dims) <= set(axis.dims):
+                over = tuple(i for i, d in enumerate(dims, 1) if d not in axis.dims)
+                found = found.all(over[0]) if len(over) == 1 else found.amin(over)
+                dims = tuple(d for d in dims if d in axis.dims)
+            found = laid_over(found, dims, axis.dims)
+            zero = found if zero is None else zero | found
+        constant = None
+        if zero is not None:
+            zero = zero.expand(len(zero), *axis.units.shape)
+            constant = torch.where(zero, 0.0, torch.nan).double()
+        return axis.saying(constant, axis.border)
+
+    def reduced(self, axis: Axis) -> Axis:
+        """A reduction over other dimensions keeps a zero; of other constants it is not sure."""
+        if axis.constant is None:
+            return axis.saying(None)
+        return axis.saying(torch.where(axis.constant == 0, 0.0, torch.nan).double())
+
+    def levelled(self, call: Call, x: Channels, y: Channels, dims: Iterable[int]) -> Channels:
+        before = {id(a.units): a.constant for a in x.axes if not a.border}
+        return y.with_axes(a.saying(before.get(id(a.units), a.constant), a.border) for a in y.axes)
+
+    def averaged(self, y: Channels, x: Channels, dim: int) -> Channels:
+        axes = []
+        for axis in y.axes:
+            same = [o for o in x.axes if o.dims == axis.dims and dim not in o.dims and not o.border]
+            axes.append(axis.saying(same[0].constant, axis.border) if same else axis)
+        return y.with_axes(axes)
+
+    def forget(self, value: Any) -> Any:
+        return value.with_axes(axis.saying(None) for axis in value.axes)
+
+    def emit(
+        self, x: Channels, dims: Iterable[int], constant: Channels | None, known: bool = True
+    ) -> Channels:
+        if not known or self.telling is None:
+            return self.forget(x)
+        axes = []
+        dims = set(dims)
+        for axis in x.axes:
+            if not set(axis.dims) <= dims:
+                axes.append(axis.saying(None, axis.border))
+                continue
+            value = torch.zeros((1,) * (1 + len(axis.dims)), dtype=torch.float64)
+            for other in constant.touching(axis.dims) if constant is not None else ():
+                value = known_or_nan(other, axis.dims)
+            value = value.expand(len(value), *axis.units.shape)
+            axes.append(axis.saying(self.rows.dead(value)))
+        return x.with_axes(axes)
+
+    def emitted(
+        self, call: Call, x: Channels, dims: Sequence[int], find: Callable[[bool], Tensor]
+    ) -> Channels:
+        if self.telling is None:
+            return x
+        said = find(self.telling.silent)
+        axes = []
+        for axis in x.axes:
+            if set(axis.dims) <= set(dims):
+                axes.append(axis.saying(self.rows.dead(_along(said, dims, axis)[None])))
+            else:
+                axes.append(axis.saying(None, axis.border))
+        return x.with_axes(axes)
+
+    def standardised(self, call, y, mean, deviation, variance):
+        measured = [a.source.name for a in variance.axes if a.source] if variance else []
+        self.norms[call.node] = measured[0] if len(measured) == 1 else None
+        points = self.rows.points()
+        if points is None:
+            return y
+        axes = []
+        for axis in y.axes:
+            shift, scale = _own(mean, axis, 0.0), _own(deviation, axis, 1.0)
+            if shift is not None and scale is not None:
+                said = axis.constant
+                if said is None:
+                    said = torch.full((1, *axis.units.shape), torch.nan, dtype=torch.float64)
+                said = self.rows.standardised(points, said, shift, scale)
+                axis = axis.saying(said, axis.border)
+            axes.append(axis)
+        return y.with_axes(axes)
+
+    def bordered(self, x: Channels) -> Channels:
+        return x.with_axes(axis.saying(axis.constant, True) for axis in x.axes)
+
+    def through_window(self, x: Channels) -> Channels:
+        return x.with_axes(self.reduced(axis) if axis.border else axis for axis in x.axes)
+
+    # -- who hears them -------------------------------------------------------------------------
+
+    def contracted(
+        self, call: Call, x: Channels, w: Channels, dims: Sequence[int], border: str
+    ) -> None:
+        seen: set[int] = set()
+        for dim in dims if self.telling is not None else ():
+            left, right = x.axis(dim), w.axis(dim)
+            if left is None or right is None or id(right) in seen:
+                continue
+            seen.add(id(right))  # an axis over groups lies on two of the dimensions
+            weight, other = right, left
+            if not (weight.source and weight.source.role == "in"):
+                weight, other = left, right
+            reads = weight.source is not None and weight.source.role == "in"
+            if weight.source is not None and reads and set(other.dims) <= set(weight.dims):
+                sizes = weight.units.shape
+                constant = known_or_nan(other, weight.dims)
+                constant = constant.expand(len(constant), *sizes)
+                around = border or ("padding" if other.border else "")
+                arrive = other.over(weight.dims).expand(sizes)
+                self.heard.append(Heard(call, weight.source, right.units, arrive, constant, around))
+            else:
+                self._product_of_activations(call, left, right, dims)
+
+    def _product_of_activations(
+        self, call: Call, left: Axis, right: Axis, summed: Sequence[int]
+    ) -> None:
+        """Dead channels of two activations add the product of their constants: it has to be 0; but
+        in sums that are dead themselves, as those of a removed head are."""
+        dims = tuple(sorted({*left.dims, *right.dims}))
+        a, b = (known_or_nan(axis, dims)[0] for axis in (left, right))
+        over = [i for i, d in enumerate(dims) if d in summed]
+        over = over if len(over) < len(dims) else []
+        units = left.over(dims), right.over(dims)
+        self.demands.append(Demand(call, *units, ~((a == 0) | (b == 0)), over))
+
+    def needs_zero(self, call: Call, x: Channels, dims: Iterable[int]) -> None:
+        for axis in x.touching(dims) if self.telling is not None else ():
+            wrong = known_or_nan(axis, axis.dims)[0] != 0
+            self.demands.append(Demand(call, axis.units, axis.units, wrong))
+
+
+def known_or_nan(axis: Axis, dims: tuple[int, ...]) -> Tensor:
+    """What an axis says, behind its rows laid out over ``dims``; NaN where nothing is known."""
+    if axis.constant is None:
+        return torch.full((1,) * (1 + len(dims)), torch.nan, dtype=torch.float64)
+    return laid_over(axis.constant, axis.dims, dims)
+
+
+def _along(said: Tensor, dims: Sequence[int], axis: Axis) -> Tensor:
+    """What slices along ``dims`` say, for those of one axis: NaN where they differ along others."""
+    for i in reversed(range(said.dim())):
+        if dims[i] not in axis.dims:
+            first = said.select(i, 0)
+            same = (said == first.unsqueeze(i)).all(i)
+            said = torch.where(same, first, torch.nan)
+    return said.reshape(axis.units.shape)
+
+
+def _may_be_known(x: Channels, axes: Sequence[Axis]) -> bool:
+    return all(a.constant is not None for a in axes) if axes else x.scalar is not None
+
+
+def _laid(x: Channels, axes: Sequence[Axis], dims: tuple[int, ...]) -> Tensor:
+    """What is known of an operand, behind its rows laid out over ``dims``."""
+    if not axes:
+        value = torch.nan if x.scalar is None else x.scalar
+        return torch.full((1,) * (1 + len(dims)), value, dtype=torch.float64)
+    values = [known_or_nan(axis, dims) for axis in axes]
+    # Of several axes, which only another operand joins: no number but, where all are known, 0.
+    return values[0] if len(values) == 1 else 0.0 * sum(values[1:], values[0])
+
+
+def _own(vector: Channels | None, axis: Axis, absent: float) -> Tensor | None:
+    """What a norm's vector says to ``axis``; None where the model computes it."""
+    if vector is None:
+        return torch.full((1, *axis.units.shape), absent, dtype=torch.float64)
+    own = vector.touching(axis.dims)
+    if len(own) != 1 or own[0].source is None:
+        return None
+    found = known_or_nan(own[0], axis.dims)
+    return found.expand(len(found), *axis.units.shape)
+
+
+def _called(
+    function: Callable[[Sequence[Tensor]], Tensor],
+    arrays: Sequence[Tensor],
+    dims: Sequence[int],
+    shape: Sequence[int],
+    together: bool,
+) -> Tensor:
+    """A function of tensors on arrays (rows, ...) over ``dims`` of them: on all rows at once, along
+    a dimension of size 1 that is free, or on one after the other."""
+    rows, sizes = len(arrays[0]), arrays[0].shape[1:]
+    rank = range(len(shape))
+    at = next((d for d in rank if d not in dims), None) if rows > 1 else None
+    if rows > 1 and (at is None or not together):
+        if not together and all(bool((t == t[:1]).all()) for t in arrays):
+            one = [t[:1] for t in arrays]
+            return _called(function, one, dims, shape, together).expand(rows, *sizes)
+        each = (
+            _called(function, [t[i : i + 1] for t in arrays], dims, shape, together)
+            for i in range(rows)
+        )
+        return torch.cat(list(each))
+    before = 0 if at is None else sum(d < at for d in dims)
+    laid = [shape[d] if d in dims else rows if d == at else 1 for d in rank]
+    result = function([t.movedim(0, before).reshape(laid) for t in arrays]).double()
+    result = result[tuple([slice(None) if d in dims or d == at else 0 for d in rank])]
+    result = result[None] if at is None else result.movedim(before, 0)
+    return result.expand(rows, *sizes)
