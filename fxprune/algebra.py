@@ -492,7 +492,5 @@ class Algebra(Meanings):
 def _without_sources(x: Channels) -> Channels:
     """A result is no parameter's own axis any more."""
     if any(axis.source is not None for axis in x.axes):
-        return x.with_axes(
-            Axis(a.dims, a.units, a.constant, a.border, blank=a.blank) for a in x.axes
-        )
+        return x.with_axes(Axis(a.dims, a.units, a.said, a.border, blank=a.blank) for a in x.axes)
     return x

@@ -102,15 +102,19 @@ class Axis:
 
     dims: tuple[int, ...]
     units: Tensor
-    constant: Tensor | None = None
+    said: Tensor | Callable[[], Tensor | None] | None = None  # ``constant``, or who knows it
     border: bool = False
     source: SourceAxis | None = None
     blank: bool = False
 
+    @property
+    def constant(self) -> Tensor | None:
+        return self.said() if callable(self.said) else self.said
+
     def on(self, dims: tuple[int, ...]) -> Axis:
         """The same channels along other dimensions; ``dataclasses.replace`` is too slow for this,
         which every call does."""
-        return Axis(dims, self.units, self.constant, self.border, self.source, self.blank)
+        return Axis(dims, self.units, self.said, self.border, self.source, self.blank)
 
     def saying(self, constant: Tensor | None, border: bool = False) -> Axis:
         """The same channels with other constants."""

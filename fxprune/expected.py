@@ -70,8 +70,7 @@ class Masked:
 
 
 class Drawn(Masked):
-    """A row for the mask, one a draw, and one that is NaN where no norm tells what a live slice says.
-    """
+    """A row for the mask, one a draw, and one that is NaN where no norm knows what a slice says."""
 
     def __init__(self) -> None:
         self._points = np.array([0.0, *normal_points(DRAWS)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from .constants import Constants, Read
 from .layout import view_dims
 
 _ROUNDING = 1e-12
+_PIECE = 2**17  # elements
 
 
 @dataclass
@@ -263,33 +265,50 @@ def delta_of(
     what variances add to that of the output: Σ W² · variance."""
     axis, out = read.axis, read.out
     makes = sorted(_making_dims(read))
-    w = constants.read(axis.name).reshape(axis.view)
-    plain = out is not None and len(out.dims) == 1 and out.dims[0] not in axis.dims
-    row, rows = out.dims[0] if out is not None and plain else 0, None
+    shared = [d for d in makes if d in axis.dims]  # the groups of a grouped convolution
+    own = [d for d in makes if d not in axis.dims]
+    summed = [d for d in axis.dims if d not in shared]
+    kernel = [d for d in range(len(axis.view)) if d not in makes and d not in axis.dims]
+    w = constants.read(axis.name).reshape(axis.view).permute(*shared, *own, *summed, *kernel)
+    groups, rows, columns = (math.prod(axis.view[d] for d in ds) for ds in (shared, own, summed))
+    w = w.reshape(groups, rows, -1)
+    lead = constant.shape[: constant.dim() - len(axis.dims)]
+    places = [1 + axis.dims.index(d) for d in (*shared, *summed)]
+    laid = constant.reshape(-1, *axis.shape).permute(
+        *places[: len(shared)], 0, *places[len(shared) :]
+    )
+    laid = laid.reshape(groups, -1, columns, 1).expand(-1, -1, -1, w.shape[2] // columns)
+    laid = laid.reshape(groups, -1, w.shape[2]).to(
+        w.device, torch.promote_types(w.dtype, torch.float32)
+    )
     dead = None if out is None else constants.is_removed(out).to(w.device)
-    if squared and dead is not None and plain and bool(dead.any()):  # what is squared is copied
-        rows = (~dead).nonzero().reshape(-1)
-        w = w.index_select(row, rows)
-    w = w.float() if w.dtype.itemsize < 4 else w
-    if squared:
-        w = w.square() if rows is None else w.square_()
-    kernel = [d for d in range(w.dim()) if d not in makes and d not in axis.dims]
-    laid = constant.to(w).reshape(*constant.shape, *[1] * len(kernel))
-    laid = laid.expand(*constant.shape, *[axis.view[d] for d in kernel])
-    letters = {d: chr(97 + d) for d in range(len(axis.view))}
-    left = "".join(letters.values())
-    right = "".join(letters[d] for d in [*axis.dims, *kernel])
-    to = "".join(letters[d] for d in makes)
     with torch.autocast(w.device.type, enabled=False):  # it becomes a bias
-        delta = torch.einsum(f"{left},...{right}->...{to}", w, laid)
-    lead = delta.shape[: delta.dim() - len(makes)]
-    if rows is not None:
-        whole = delta.new_zeros(*lead, *[axis.view[d] for d in makes])
-        delta = whole.index_copy_(len(lead) + makes.index(row), rows, delta)
-    elif out is not None and dead is not None:  # the rows of dead outputs are masked
+        if squared:
+            delta = _squares_times(
+                w, laid, dead if out is not None and out.dims == (*own,) else None
+            )
+        else:
+            delta = laid @ w.to(laid.dtype).transpose(1, 2)
+    # (groups, n, rows) as (n, what it makes)
+    delta = delta.reshape(*[axis.view[d] for d in shared], -1, *[axis.view[d] for d in own])
+    delta = delta.movedim(len(shared), 0)
+    delta = delta.permute(0, *[1 + [*shared, *own].index(d) for d in makes])
+    if out is not None and dead is not None:  # the rows of dead outputs are masked
         shape = [axis.view[d] if d in out.dims else 1 for d in makes]
-        delta = torch.where(dead.reshape(shape), 0.0, delta)
+        delta = delta.masked_fill(dead.reshape(shape), 0.0)
     return delta.reshape(*lead, -1)
+
+
+def _squares_times(w: Tensor, laid: Tensor, dead: Tensor | None) -> Tensor:
+    """``laid`` @ (W²)ᵀ, a few rows at a time: the squares of all would not stay in the cache. Of
+    ``dead`` rows there is no need."""
+    rows = torch.arange(w.shape[1], device=w.device)
+    rows = rows if dead is None or len(w) > 1 else rows[~dead.reshape(-1)]
+    result = laid.new_zeros(*laid.shape[:2], w.shape[1])
+    for some in rows.split(max(1, _PIECE // max(1, w.shape[2] * len(w)))):
+        squares = w.index_select(1, some).to(laid.dtype).square_()
+        result[:, :, some] = laid @ squares.transpose(1, 2)
+    return result
 
 
 def _making_dims(read: Read) -> set[int]:

@@ -171,6 +171,11 @@ class Meanings:
         """``y``, weighted means of slices of ``x`` along ``dim``: a constant map's constant."""
         return y
 
+    @property
+    def masks_scales(self) -> bool:
+        """Whether a dead slice of a norm's scale is 0."""
+        return False
+
     def standardised(
         self,
         call: Call,

@@ -75,6 +75,7 @@ class Sayings(Algebra):
         self.telling = telling
         self.rows = Drawn() if telling is not None and telling.drawn else Masked()
         self._tensors = trace.on(model)
+        self._born: dict[tuple[int, str], Tensor] = {}
         self.heard: list[Heard] = []
         self.demands: list[Demand] = []
         self.norms: dict[fx.Node, str | None] = {}  # the tensor by which each knows its variance
@@ -85,11 +86,21 @@ class Sayings(Algebra):
 
     # -- where constants come from --------------------------------------------------------------
 
-    def born(self, axis: SourceAxis) -> Tensor | None:
-        """Constants of a parameter's own slices under the mask."""
+    def born(self, axis: SourceAxis) -> Callable[[], Tensor | None] | None:
+        """Constants of a parameter's own slices under the mask: read when someone asks for them."""
         telling = self.telling
         if telling is None or axis.role == "in":
             return None
+
+        def said() -> Tensor | None:
+            key = axis.first, axis.role
+            if key not in self._born:
+                self._born[key] = self._read_constants(axis, telling)
+            return self._born[key]
+
+        return said
+
+    def _read_constants(self, axis: SourceAxis, telling: Telling) -> Tensor:
         scales = axis.role == "scale" and telling.masked
         if axis.role == "out" or not axis.is_whole:
             return self.rows.dead(torch.zeros(1, *axis.shape, dtype=torch.float64))
@@ -97,6 +108,10 @@ class Sayings(Algebra):
             return torch.zeros(1, *axis.shape, dtype=torch.float64)
         values = axis.slices(self.read(axis.name)).double().cpu().reshape(1, *axis.shape)
         return self.rows.scale(values) if scales else values
+
+    @property
+    def masks_scales(self) -> bool:
+        return self.telling is not None and self.telling.masked
 
     def one(self, value: Named) -> float | None:
         """A tensor of one real number."""

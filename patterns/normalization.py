@@ -21,7 +21,13 @@ def per_channel(a, call, x, names, function, dim=1):
     def constants(tensors):
         return function(tensors[0], **dict(zip(given, tensors[1:], strict=True)))
 
-    y = a.meet(call, [x, *given.values()], constants, x.shape)
+    operands = [x, *given.values()]
+    scale = given["weight"].axes if "weight" in given else ()
+    if a.masks_scales and [own.source.role for own in scale if own.source] == ["scale"]:
+        # x · 0 + β, whatever x is.
+        y = a.emit(a.meet(call, operands, None, x.shape), [dim], given.get("bias"))
+    else:
+        y = a.meet(call, operands, constants, x.shape)
     return a.standardised(call, y, given.get("bias"), given.get("weight"), given.get("var"))
 
 
