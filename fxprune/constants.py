@@ -6,7 +6,8 @@ a layer that reads them is a :class:`Read`, which decides how it is changed when
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, fx, nn
 from .call import Call, Named, Roles, leaves
 from .channels import Axis, Channels, SourceAxis
 from .discover import Relations
+from .expected import Moments
 from .recording import Trace
 from .sayings import Demand, Heard, Sayings, Telling, known_or_nan
 
@@ -39,6 +41,32 @@ class Read:
     # Of all channels over the data of training, where that is asked for; NaN where not known.
     mean: Tensor | None = None
     variance: Tensor | None = None
+
+
+class SideBySide:
+    """Arrays of many layers, one after the other, for what is done to all of them at once."""
+
+    def __init__(self, shapes: Sequence[Sequence[int]]) -> None:
+        self._shapes = shapes
+        self._sizes = [math.prod(shape) for shape in shapes]
+
+    def put(self, arrays: Iterable[Tensor]) -> Tensor:
+        return torch.cat([array.reshape(-1) for array in arrays])
+
+    def put_rows(self, arrays: Sequence[Tensor]) -> Tensor:
+        """Arrays (rows, ...), with as many rows as any has."""
+        rows = max(map(len, arrays))
+        return torch.cat([a.reshape(len(a), -1).expand(rows, -1) for a in arrays], 1)
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        parts = zip(flat.split(self._sizes), self._shapes, strict=True)
+        return [part.reshape(shape) for part, shape in parts]
+
+    def any(self, flat: Tensor) -> list[bool]:
+        """For each layer whether one of its flags is set."""
+        ends = np.cumsum(self._sizes)
+        seen = np.concatenate([[0], np.cumsum(flat.numpy())])
+        return (seen[ends] > seen[ends - self._sizes]).tolist()
 
 
 class Retold(Sayings):
@@ -121,7 +149,7 @@ class Constants:
         self.norms = self._told.norms
         self.member = self._told.member
         self.read = self._told.read
-        self.reads = [r for both in self._both("heard") if (r := self._read(*both, every))]
+        self.reads = self._reads(every)
         # Units whose constant no layer can take, and where.
         self.lost = [lost for both in self._both("demands") for lost in self._lost(*both)]
 
@@ -153,25 +181,34 @@ class Constants:
     def _by_silence(self, units: Tensor, loud: Tensor, mute: Tensor) -> Tensor:
         return loud if loud is mute else torch.where(self._silent[units], mute, loud)
 
-    def _read(self, loud: Heard, mute: Heard, every: bool) -> Read | None:
-        dead = self._removed[loud.units]
-        if not (every or dead.any()):
-            return None
-        said = self._by_silence(loud.units, loud.constant[0], mute.constant[0])
-        constant = torch.where(dead, said, torch.nan)
-        read = Read(
-            loud.call, loud.axis, dead, constant, loud.border, self._makers.get(loud.axis.name),
-            loud.arrive,
-        )  # fmt: skip
-        moments = self._told.rows.moments(loud.constant, dead)
-        if moments is not None:
-            mean, variance = moments
-            if loud is not mute:
-                silent = dead & self._silent[loud.units]
-                mean = torch.where(silent, constant, mean)
-                variance = torch.where(silent, 0.0 * constant, variance)
-            read.mean, read.variance = mean, variance
-        return read
+    def _reads(self, every: bool) -> list[Read]:
+        pairs: list[tuple[Heard, Heard]] = list(self._both("heard"))
+        if not pairs:
+            return []
+        side = SideBySide([loud.units.shape for loud, _ in pairs])
+        units = side.put([loud.units for loud, _ in pairs])
+        said = side.put_rows([loud.constant for loud, _ in pairs])
+        dead = self._removed[units]
+        constant, moments = said[0], self._told.rows.moments(said, dead)
+        if self._loud is not None and self._mute is not None:
+            constant = side.put([mute.constant[0] for _, mute in pairs])
+            constant = self._by_silence(units, said[0], constant)
+            silent = dead & self._silent[units]
+            moments = moments and Moments(
+                torch.where(silent, constant, moments.mean),
+                torch.where(silent, 0.0 * constant, moments.variance),
+            )
+        constant = constant.masked_fill(~dead, torch.nan)
+        none = [None] * len(pairs)
+        means, variances = map(side.parts, moments) if moments else (none, none)
+        return [
+            Read(h.call, h.axis, d, c, h.border, self._makers.get(h.axis.name), h.arrive, m, v)
+            for (h, _), d, c, m, v, any_dead in zip(
+                pairs, side.parts(dead), side.parts(constant), means, variances, side.any(dead),
+                strict=True,
+            )
+            if every or any_dead
+        ]  # fmt: skip
 
     def _lost(self, loud: Demand, mute: Demand) -> Iterator[tuple[np.ndarray, str]]:
         removed = self._removed[loud.left] & self._removed[loud.right]

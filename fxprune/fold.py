@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .channels import SourceAxis
-from .constants import Constants, Read
+from .constants import Constants, Read, SideBySide
 from .layout import view_dims
 
 _ROUNDING = 1e-12
@@ -71,7 +71,8 @@ class Mix:
         if self.order is not None:
             offset = torch.zeros(self.axis.size, dtype=offset.dtype)
             offset[self.order] = self.offset[0][:, None]
-        delta = delta_of(constants, self.read, offset.reshape(self.axis.shape))
+        delta, _ = delta_of(constants, self.read, offset.reshape(self.axis.shape))
+        assert delta is not None
         return Shift(path, attribute, sign * delta, True, name)
 
 
@@ -112,32 +113,91 @@ def folds(
     for read in constants.reads:
         if read.axis.name not in skip:
             by_weight.setdefault(read.axis.name, []).append(read)
-    for several in by_weight.values():
-        reads = several[:1] if _alike(several) else several
-        for read in reads:
-            said = read.constant if len(reads) > 1 else _said(several)
-            alive = torch.from_numpy(carriers[classes[read.axis.labels().numpy()]])
-            gone = read.dead & ~alive
-            known = gone & ~torch.isnan(read.constant)
-            nonzero = known & ((read.constant != 0) | (said != 0))
-            if bias == "drop":
-                result.drop(read.axis, gone)
-                continue
-            if len(reads) > 1 and not bool((gone & (read.constant == 0)).eq(gone).all()):
-                result.drop(read.axis, gone)
-                result.notes.append((read.call.name, "its weight is used twice: constants dropped"))
-                continue
-            if bool((gone & ~known).any()):
-                result.drop(read.axis, gone & ~known)
-                result.notes.append(
-                    (read.call.name, "a removed channel is not constant here: its part is dropped")
-                )
-            if bool(nonzero.any()):
-                _fold(result, constants, read, said, nonzero, alive, model, exact)
-            if len(several) == 1 and read.variance is not None and bool(gone.any()):
-                _amplify(result, constants, read, gone)
+    chosen = [
+        (read, several)
+        for several in by_weight.values()
+        for read in (several[:1] if _alike(several) else several)
+    ]
+    spread: list[tuple[str, Tensor]] = []
+    for (read, several), masks in zip(chosen, _masks(chosen, carriers, classes), strict=True):
+        if bias == "drop":
+            result.drop(read.axis, masks.gone)
+            continue
+        if (
+            len(several) > 1
+            and not _alike(several)
+            and bool((masks.gone & (read.constant != 0)).any())
+        ):
+            result.drop(read.axis, masks.gone)
+            result.notes.append((read.call.name, "its weight is used twice: constants dropped"))
+            continue
+        if masks.some_unknown:
+            result.drop(read.axis, masks.gone & read.constant.isnan())
+            result.notes.append(
+                (read.call.name, "a removed channel is not constant here: its part is dropped")
+            )
+        constant = sink = norm = variances = None
+        if masks.some_nonzero:
+            constant = masks.said.masked_fill(~masks.nonzero, 0.0)
+            sink = _sink(result, constants, read, masks, constant, model, exact)
+        if masks.some_spread and len(several) == 1:
+            norm = _measuring(constants, read)
+        if norm and read.variance is not None:
+            going = read.variance.masked_fill(~masks.gone, 0.0)
+            variances = torch.stack([read.variance, going])
+        delta, varied = delta_of(constants, read, constant if sink else None, variances)
+        if sink and delta is not None:
+            path, attribute, name, sign = sink
+            moved = _is_moved(read, masks)
+            result.shifts.append(Shift(path, attribute, sign * delta, moved, name))
+        if norm and varied is not None:
+            spread.append((norm, varied))
+    if spread:
+        _amplify(result, constants, spread)
     result.notes = list(dict.fromkeys(result.notes))
     return result
+
+
+@dataclass
+class _Masks:
+    """Of the slices of an axis: who is gone, what was ``said`` of a ``nonzero`` constant, and who
+    stays to carry it."""
+
+    gone: Tensor
+    alive: Tensor
+    said: Tensor
+    nonzero: Tensor
+    some_unknown: bool
+    some_nonzero: bool
+    some_spread: bool  # what is gone varied, and it is known how all vary
+
+
+def _masks(
+    chosen: list[tuple[Read, list[Read]]], carriers: np.ndarray, classes: np.ndarray
+) -> Iterator[_Masks]:
+    """For all layers at once."""
+    if not chosen:
+        return
+    side = SideBySide([read.axis.shape for read, _ in chosen])
+    dead, constant = (
+        side.put([getattr(r, key) for r, _ in chosen]) for key in ("dead", "constant")
+    )
+    said = side.put([_said(read, several) for read, several in chosen])
+    alive = torch.zeros_like(dead)
+    if carriers.any():
+        labels = side.put([read.axis.labels() for read, _ in chosen])
+        alive = torch.from_numpy(carriers[classes[labels.numpy()]])
+    gone = dead & ~alive
+    unknown = gone & constant.isnan()
+    nonzero = gone & ~unknown & ((constant != 0) | (said != 0))
+    some_spread = [False] * len(chosen)
+    if all(read.variance is not None for read, _ in chosen):
+        variance = side.put([read.variance for read, _ in chosen])  # type: ignore[misc]
+        varied, blind = side.any(gone & (variance != 0)), side.any(variance.isnan())
+        some_spread = [v and not b for v, b in zip(varied, blind, strict=True)]
+    parts = (side.parts(flat) for flat in (gone, alive, said, nonzero))
+    flags = side.any(unknown), side.any(nonzero), some_spread
+    yield from map(_Masks, *parts, *flags)
 
 
 def mixed(weight: Tensor, mix: Mix) -> Tensor:
@@ -175,74 +235,87 @@ def _alike(reads: list[Read]) -> bool:
     )  # fmt: skip
 
 
-def _said(reads: list[Read]) -> Tensor:
+def _said(read: Read, several: list[Read]) -> Tensor:
     """What a layer's channels say to it: what they emit when masked, or where that is known, what
     they said in the mean of all its calls."""
-    constant = reads[0].constant
-    if any(read.mean is None for read in reads):
+    constant = read.constant
+    if read.mean is None or not (len(several) == 1 or _alike(several)):
         return constant
-    mean = torch.stack([read.mean for read in reads]).mean(0)  # type: ignore[misc]
+    means = [each.mean for each in several if each.mean is not None]
+    mean = means[0] if len(means) == 1 else torch.stack(means).mean(0)
     near = (mean - constant).abs() <= _ROUNDING * (1 + constant.abs())
-    return torch.where(near | torch.isnan(mean), constant, mean)
+    return torch.where(near | mean.isnan(), constant, mean)
 
 
-def _amplify(result, constants, read, gone) -> None:
-    """A batch norm that is all that reads the layer scales what is left so that it predicts the
-    whole best, by what channels have in common.
+def _measuring(constants: Constants, read: Read) -> str | None:
+    """The variance of a batch norm that is all that reads what a layer makes of what it reads."""
+    users = list(read.call.node.users)
+    name = constants.norms.get(users[0]) if len(users) == 1 else None
+    return name if list(constants.norms.values()).count(name) == 1 else None
+
+
+def _amplify(result: Folds, constants: Constants, spread: list[tuple[str, Tensor]]) -> None:
+    """A batch norm that is all that reads a layer scales what is left so that it predicts the whole
+    best, by what channels have in common.
 
     The output is k + g, of channels that stay and that go. If all were independent, its variance
     would be I = Σ W² · variance; C, by which what the norm has measured exceeds that, is common. If
     the kept ones have the share q of I, and q of the common amplitude, then the multiple of k that
     predicts k + g best is c = 1 + (1 - q) C / (q C + I): cov(k, k + g) over var(k).
+
+    Args:
+        spread: the norms' variances, by name, each with I, and with that of what goes.
     """
-    users = list(read.call.node.users)
-    name = constants.norms.get(users[0]) if len(users) == 1 else None
-    if (
-        name is None
-        or list(constants.norms.values()).count(name) > 1
-        or bool(torch.isnan(read.variance).any())
-    ):
-        return
-    going = torch.where(gone, read.variance, 0.0)
-    if not bool(going.any()):
-        return
-    both = torch.stack([read.variance, going])
-    alone, goes = delta_of(constants, read, both, squared=True)
-    measured = constants.read(name)
-    common = (measured.to(alone) - alone).clamp(min=0)
-    goes = torch.where(alone > 0, goes / alone, 0.0)
-    factor = 1 + torch.where(goes > 0, goes * common / ((1 - goes) * common + alone), 0.0)
-    path, _, attribute = name.rpartition(".")
-    delta = (1 / factor.square() - 1).to(measured) * measured
-    if bool(delta.any()):
-        result.shifts.append(Shift(path, attribute, delta, True, name))
+    names = [name for name, _ in spread]
+    found = [both.double().cpu() for _, both in spread]
+    side = SideBySide([both.shape[1:] for both in found])
+    alone, goes = side.put_rows(found)
+    measured = side.put([constants.read(name).double().cpu() for name in names])
+    common = (measured - alone).clamp(min=0)
+    goes = (goes / alone).masked_fill(alone <= 0, 0.0)
+    more = (goes * common / ((1 - goes) * common + alone)).masked_fill(goes <= 0, 0.0)
+    deltas = (1 / (1 + more).square() - 1) * measured
+    for name, delta, some in zip(names, side.parts(deltas), side.any(deltas != 0), strict=True):
+        if some:
+            path, _, attribute = name.rpartition(".")
+            delta = delta.to(constants.read(name))
+            result.shifts.append(Shift(path, attribute, delta, True, name))
 
 
-def _fold(result, constants, read, said, nonzero, alive, model, exact) -> None:
-    constant = torch.where(nonzero, said, 0.0)
-    differs = bool((nonzero & (said != read.constant)).any())  # from what the masked model emits
+def _sink(
+    result: Folds,
+    constants: Constants,
+    read: Read,
+    masks: _Masks,
+    constant: Tensor,
+    model: nn.Module,
+    exact: bool,
+) -> tuple[str, str, str, float] | None:
+    """What can take a constant, as :func:`sink_of` says it; None where a carrier does, or where it
+    has to be dropped."""
     if read.border and exact:
-        carry = _carry(read, constant, alive)
+        carry = _carry(read, constant, masks.alive)
         if carry is not None:
             result.carries.append(carry)
-            return
+            return None
     if read.border == "pattern" or (read.border and exact):
-        result.drop(read.axis, nonzero)
+        result.drop(read.axis, masks.nonzero)
         result.notes.append((read.call.name, "a constant differs by position here: dropped"))
-        return
+        return None
     sink = sink_of(constants, read, model)
+    if sink is None or _is_moved(read, masks):
+        result.drop(read.axis, masks.nonzero)
     if sink is None:
-        result.drop(read.axis, nonzero)
         result.notes.append((read.call.name, "no bias can take the constant: dropped"))
-        return
-    path, attribute, name, sign = sink
-    delta = sign * delta_of(constants, read, constant)
-    masked_too = bool(read.border) or differs
-    if masked_too:
-        result.drop(read.axis, nonzero)
-    if read.border:
+    elif read.border:
         result.notes.append((read.call.name, "constant folded as if its padding continued it"))
-    result.shifts.append(Shift(path, attribute, delta, masked_too, name))
+    return sink
+
+
+def _is_moved(read: Read, masks: _Masks) -> bool:
+    """Whether the masked model takes the constant from the bias, too: by itself it would say
+    another one, or another one at the border."""
+    return bool(read.border) or bool((masks.nonzero & (masks.said != read.constant)).any())
 
 
 def _carry(read: Read, constant: Tensor, alive: Tensor) -> Carry | None:
@@ -259,10 +332,10 @@ def _carry(read: Read, constant: Tensor, alive: Tensor) -> Carry | None:
 
 
 def delta_of(
-    constants: Constants, read: Read, constant: Tensor, *, squared: bool = False
-) -> Tensor:
-    """What constants (..., n) add to each live output: Σ W · constant over columns and kernel; or
-    what variances add to that of the output: Σ W² · variance."""
+    constants: Constants, read: Read, constant: Tensor | None, variances: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """What a constant (n,) adds to each live output: Σ W · constant over columns and kernel; and
+    what ``variances`` (several, n) add to that of the output: Σ W² · variance. Dead ones get 0."""
     axis, out = read.axis, read.out
     makes = sorted(_making_dims(read))
     shared = [d for d in makes if d in axis.dims]  # the groups of a grouped convolution
@@ -270,45 +343,49 @@ def delta_of(
     summed = [d for d in axis.dims if d not in shared]
     kernel = [d for d in range(len(axis.view)) if d not in makes and d not in axis.dims]
     w = constants.read(axis.name).reshape(axis.view).permute(*shared, *own, *summed, *kernel)
-    groups, rows, columns = (math.prod(axis.view[d] for d in ds) for ds in (shared, own, summed))
-    w = w.reshape(groups, rows, -1)
-    lead = constant.shape[: constant.dim() - len(axis.dims)]
-    places = [1 + axis.dims.index(d) for d in (*shared, *summed)]
-    laid = constant.reshape(-1, *axis.shape).permute(
-        *places[: len(shared)], 0, *places[len(shared) :]
-    )
-    laid = laid.reshape(groups, -1, columns, 1).expand(-1, -1, -1, w.shape[2] // columns)
-    laid = laid.reshape(groups, -1, w.shape[2]).to(
-        w.device, torch.promote_types(w.dtype, torch.float32)
-    )
+    groups, height, columns = (math.prod(axis.view[d] for d in ds) for ds in (shared, own, summed))
+    w = w.reshape(groups, height, -1)
+
+    def laid(values: Tensor) -> Tensor:
+        """(groups, several, columns of w)."""
+        seen = values.reshape(-1, *axis.shape).movedim(0, len(axis.dims))
+        seen = seen.permute(*[axis.dims.index(d) for d in (*shared, *summed)], -1)
+        seen = seen.reshape(groups, columns, 1, -1).expand(-1, -1, w.shape[2] // columns, -1)
+        seen = seen.reshape(groups, w.shape[2], -1).transpose(1, 2)
+        return seen.to(w.device, torch.promote_types(w.dtype, torch.float32)).contiguous()
+
+    def of_outputs(found: list[Tensor]) -> Tensor:
+        """(several, outputs), from what each run of rows gives."""
+        live = torch.cat(found, 2)
+        delta = live.new_zeros(groups, live.shape[1], height).index_copy_(2, rows, live)
+        delta = delta.reshape(*[axis.view[d] for d in shared], -1, *[axis.view[d] for d in own])
+        delta = delta.movedim(len(shared), 0)
+        delta = delta.permute(0, *[1 + [*shared, *own].index(d) for d in makes])
+        if dead is not None and out is not None:
+            shape = [axis.view[d] if d in out.dims else 1 for d in makes]
+            delta = delta.masked_fill(dead.reshape(shape), 0.0)
+        return delta.reshape(len(delta), -1)
+
+    rows = torch.arange(height, device=w.device)
     dead = None if out is None else constants.is_removed(out).to(w.device)
+    if dead is not None and out is not None and list(out.dims) == own and not shared:
+        rows = rows[~dead.reshape(-1)]
+    plain, squared = (None if v is None else laid(v) for v in (constant, variances))
+    sums: list[Tensor] = []
+    squares: list[Tensor] = []
     with torch.autocast(w.device.type, enabled=False):  # it becomes a bias
-        if squared:
-            delta = _squares_times(
-                w, laid, dead if out is not None and out.dims == (*own,) else None
-            )
-        else:
-            delta = laid @ w.to(laid.dtype).transpose(1, 2)
-    # (groups, n, rows) as (n, what it makes)
-    delta = delta.reshape(*[axis.view[d] for d in shared], -1, *[axis.view[d] for d in own])
-    delta = delta.movedim(len(shared), 0)
-    delta = delta.permute(0, *[1 + [*shared, *own].index(d) for d in makes])
-    if out is not None and dead is not None:  # the rows of dead outputs are masked
-        shape = [axis.view[d] if d in out.dims else 1 for d in makes]
-        delta = delta.masked_fill(dead.reshape(shape), 0.0)
-    return delta.reshape(*lead, -1)
-
-
-def _squares_times(w: Tensor, laid: Tensor, dead: Tensor | None) -> Tensor:
-    """``laid`` @ (W²)ᵀ, a few rows at a time: the squares of all would not stay in the cache. Of
-    ``dead`` rows there is no need."""
-    rows = torch.arange(w.shape[1], device=w.device)
-    rows = rows if dead is None or len(w) > 1 else rows[~dead.reshape(-1)]
-    result = laid.new_zeros(*laid.shape[:2], w.shape[1])
-    for some in rows.split(max(1, _PIECE // max(1, w.shape[2] * len(w)))):
-        squares = w.index_select(1, some).to(laid.dtype).square_()
-        result[:, :, some] = laid @ squares.transpose(1, 2)
-    return result
+        # A few rows at a time, which stay in the cache.
+        for some in rows.split(max(1, _PIECE // max(1, groups * w.shape[2]))):
+            part = w.index_select(1, some)
+            part = part.to(torch.promote_types(w.dtype, torch.float32))
+            if plain is not None:
+                sums.append(plain @ part.transpose(1, 2))
+            if squared is not None:
+                squares.append(squared @ part.square_().transpose(1, 2))
+    return (
+        None if plain is None else of_outputs(sums)[0],
+        None if squared is None else of_outputs(squares),
+    )
 
 
 def _making_dims(read: Read) -> set[int]:

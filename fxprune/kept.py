@@ -13,6 +13,9 @@ from .layout import view_dims
 from .replay import Replay
 
 
+_PIECE = 2**20  # elements
+
+
 def members(axes: list[SourceAxis]) -> list[tuple[str, int]]:
     """``(tensor name, dimension)`` of each axis; of several dimensions, the last."""
     return list(dict.fromkeys((axis.name, tensor_dim(axis)) for axis in axes))
@@ -111,9 +114,9 @@ def shrink(tensor: Tensor, axes: list[SourceAxis], replay: Replay) -> Tensor:
     view = axes[0].view
     small = tensor.reshape(view)
     orders = [(axis, order) for axis in axes if _changes(axis, order := replay.order[axis.first])]
-    if sorted(axis.dims for axis, _ in orders) == [(0,), (1,)]:  # both at once is much faster
+    if sorted(axis.dims for axis, _ in orders) == [(0,), (1,)]:
         (first, second) = (order.to(tensor.device) for _, order in sorted(orders, key=_dims))
-        small = small[first[:, None], second]
+        small = _rows_and_columns(small, first, second)
         orders = []
     done: set[int] = set()  # dimensions whose rows are taken: the axes of one tensor can share one
     for axis, order in orders:
@@ -121,6 +124,16 @@ def shrink(tensor: Tensor, axes: list[SourceAxis], replay: Replay) -> Tensor:
     merged = view_dims(tensor.shape, view)
     shape = [math.prod(small.shape[d] for d in dims) for dims in merged]
     return small.reshape(shape)
+
+
+def _rows_and_columns(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """``x[rows][:, columns]``, so many rows at a time as stay in the cache; all positions at once
+    (``x[rows[:, None], columns]``) take three times as long."""
+    small = x.new_empty(len(rows), len(columns), *x.shape[2:])
+    several = max(1, _PIECE // max(1, x[0].numel()))
+    for some, part in zip(rows.split(several), small.split(several), strict=True):
+        torch.index_select(x.index_select(0, some), 1, columns, out=part)
+    return small
 
 
 def _take(x: Tensor, axis: SourceAxis, order: Tensor, done: set[int]) -> Tensor:

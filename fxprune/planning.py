@@ -171,7 +171,8 @@ def make_plan(
     with scope(*patterns, override=True), uncollected(), _naming_patterns():
         trace = record(model, example_input, settings.outputs)
         found = fusions.find(trace)  # before the first walk: they give nodes another meaning
-        telling = Telling(settings.bias == "drop", masked, drawn=settings.bias == "expected")
+        drawn = settings.bias == "expected" and trace.calls_any("norm")
+        telling = Telling(settings.bias == "drop", masked, drawn)
         relations = discover(
             trace, attention=settings.attention, telling=telling if heard else None
         )

@@ -78,6 +78,12 @@ class Trace:
             return registry.for_function(node.args[1] if node.target is getattr else node.target)
         return None
 
+    def calls_any(self, kind: str) -> bool:
+        """Whether some call has a pattern of this kind, or one of the aten ops beneath it has."""
+        graphs = [self.graph, *(g for n in self.graph.nodes if (g := n.meta.get("aten")))]
+        patterns = (self.pattern(node) for graph in graphs for node in graph.nodes)
+        return any(pattern is not None and pattern.kind == kind for pattern in patterns)
+
     def on(self, model: nn.Module) -> Trace:
         """The same run, with the tensors of another model of its kind."""
         return replace(self, model=model, escapes=[])
