@@ -184,6 +184,15 @@ def distinct(values: np.ndarray) -> np.ndarray:
     return ordered[first]
 
 
+def distinct_rows(rows: np.ndarray) -> np.ndarray:
+    """The different rows of a matrix, ascending; ``np.unique`` compares whole rows, where mostly
+    their first numbers tell."""
+    ordered = rows[np.argsort(rows[:, 0], kind="stable")]
+    if (ordered[1:, 0] != ordered[:-1, 0]).all():
+        return ordered
+    return np.unique(rows, axis=0)
+
+
 def components_of(left: np.ndarray, right: np.ndarray, size: int) -> np.ndarray:
     """The connected component of each of ``size`` items, linked in pairs."""
     from scipy.sparse import coo_array  # here: it takes a tenth of a second to import

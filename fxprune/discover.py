@@ -16,7 +16,16 @@ import torch
 from torch import fx, nn
 
 from .call import Call, Named, Roles, leaves
-from .channels import FROZEN, Axis, Channels, SourceAxis, components_of, distinct, varying
+from .channels import (
+    FROZEN,
+    Axis,
+    Channels,
+    SourceAxis,
+    components_of,
+    distinct,
+    distinct_rows,
+    varying,
+)
 from .meanings import Decisions
 from .recording import Trace
 from .sayings import Sayings, Telling
@@ -446,7 +455,7 @@ class Discover(Sayings):
         free = [d for d in dims if d not in held] or list(dims)
         ragged = max(free, key=lambda d: units.size(d))
         rows = units.movedim(ragged, -1).reshape(-1, units.size(ragged)).numpy()
-        rows = np.unique(rows, axis=0)
+        rows = distinct_rows(rows)
         return Bin(rows, rectangle.where) if len(rows) > 1 else None
 
 

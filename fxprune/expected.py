@@ -79,7 +79,8 @@ class Drawn(Masked):
         self._living[-1] = True
 
     def dead(self, values: Tensor) -> Tensor:
-        return torch.where(_column(self._living, values), torch.nan, values)
+        values = values.expand(len(self._living), *values.shape[1:])
+        return values.masked_fill(_column(self._living, values), torch.nan)
 
     def scale(self, values: Tensor) -> Tensor:
         kept = torch.ones(DRAWS + 2, dtype=values.dtype)

@@ -12,7 +12,6 @@ from .discover import Relations
 from .layout import view_dims
 from .replay import Replay
 
-
 _PIECE = 2**20  # elements
 
 

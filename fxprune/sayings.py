@@ -8,6 +8,7 @@ chosen: by the first walk itself, or by one of their own with the tensors of ano
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -136,24 +137,25 @@ class Sayings(Algebra):
         sizes = [shape[d] for d in dims]
         laid = [_laid(x, axes, dims) for x, axes in zip(operands, touched, strict=True)]
         rows = max(map(len, laid))
-        arrays = torch.stack([a.expand(rows, *sizes) for a in laid])
-        unknown = arrays.isnan()
-        known = ~unknown.any(0)
+        blind = [a.isnan() for a in laid]
+        unknown = functools.reduce(torch.logical_or, blind).expand(rows, *sizes)
         # Where a factor is zero the product is, whatever the other factor is.
-        factors = [i for i, axes in enumerate(touched) if product and len(axes) == 1]
-        zero = (arrays[factors] == 0).any(0) if factors else None
-        if not known.any() and (zero is None or not zero.any()):
+        factors = [a == 0 for a, axes in zip(laid, touched, strict=True) if len(axes) == 1]
+        zero = functools.reduce(torch.logical_or, factors) if product and factors else None
+        if unknown.all() and (zero is None or not zero.any()):
             return None, False
-        arrays.masked_fill_(unknown, 0.0)
-        result = _called(function, arrays.unbind(), dims, shape, together)
+        arrays = [
+            a.masked_fill(b, 0.0).expand(rows, *sizes) for a, b in zip(laid, blind, strict=True)
+        ]
+        result = _called(function, arrays, dims, shape, together)
         border = any(axis.border for axes in touched for axis in axes)
         if border:  # zeros around the constant stay zeros, or the slice is not one number
             inside = [not axes or not axes[0].border for axes in touched]
             edge = [t if i else torch.zeros_like(t) for t, i in zip(arrays, inside, strict=True)]
             around = _called(function, edge, dims, shape, together)
-            known = known & ((around == 0) | (around == result))
-        result = torch.where(known, result, torch.nan)
-        return result if zero is None else torch.where(zero, 0.0, result), border
+            unknown = unknown | ((around != 0) & (around != result))
+        result = result.masked_fill(unknown, torch.nan)
+        return result if zero is None else result.masked_fill(zero, 0.0), border
 
     def meet_scalar(self, operands, function):
         if function is None or any(x.scalar is None for x in operands):
@@ -178,14 +180,14 @@ class Sayings(Algebra):
         constant = None
         if zero is not None:
             zero = zero.expand(len(zero), *axis.units.shape)
-            constant = torch.where(zero, 0.0, torch.nan).double()
+            constant = _zero_or_nan(zero)
         return axis.saying(constant, axis.border)
 
     def reduced(self, axis: Axis) -> Axis:
         """A reduction over other dimensions keeps a zero; of other constants it is not sure."""
         if axis.constant is None:
             return axis.saying(None)
-        return axis.saying(torch.where(axis.constant == 0, 0.0, torch.nan).double())
+        return axis.saying(_zero_or_nan(axis.constant == 0))
 
     def levelled(self, call: Call, x: Channels, y: Channels, dims: Iterable[int]) -> Channels:
         before = {id(a.units): a.constant for a in x.axes if not a.border}
@@ -298,6 +300,10 @@ class Sayings(Algebra):
         for axis in x.touching(dims) if self.telling is not None else ():
             wrong = known_or_nan(axis, axis.dims)[0] != 0
             self.demands.append(Demand(call, axis.units, axis.units, wrong))
+
+
+def _zero_or_nan(zero: Tensor) -> Tensor:
+    return torch.zeros(zero.shape, dtype=torch.float64).masked_fill_(~zero, torch.nan)
 
 
 def known_or_nan(axis: Axis, dims: tuple[int, ...]) -> Tensor:

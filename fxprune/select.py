@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .channels import components_of, distinct
+from .channels import components_of, distinct, distinct_rows
 
 # Relative gap at which the search for the best balanced choice may stop.
 _GAP = 1e-3
@@ -95,9 +95,9 @@ class _Part:
             return self._search(sparsity, round_to)
         kept = np.zeros(len(self.units), dtype=bool)
         step = round_to // math.gcd(round_to, len(partition))
-        for row in partition:
-            order = row[np.argsort(-self.scores[row], kind="stable")]
-            kept[order[: keep_count(len(row), sparsity, step)]] = True
+        best = np.argsort(-self.scores[partition], axis=1, kind="stable")
+        best = best[:, : keep_count(partition.shape[1], sparsity, step)]
+        kept[np.take_along_axis(partition, best, 1)] = True
         if self._covered(kept):
             return kept
         bins = self.bins or [self.units[None, :]]  # as many as asked for, some of every cover
@@ -107,25 +107,22 @@ class _Part:
         partition = self._partition
         if partition is not None:
             step = round_to // math.gcd(round_to, len(partition))
-            return sum(
-                (keep_counts(len(row), sparsity, step) for row in partition),
-                start=np.zeros(len(sparsity), dtype=np.int64),
-            )
+            return len(partition) * keep_counts(partition.shape[1], sparsity, step)
         rows, length = self.bins[0].shape
         step = round_to // math.gcd(round_to, rows)
         share = keep_counts(length, sparsity, step) / length
         return np.ceil(share * len(self.units) - 1e-9).astype(np.int64)
 
     @cached_property
-    def _partition(self) -> list[np.ndarray] | None:
-        """The rows of the bins as index lists, where they are one partition of the units."""
+    def _partition(self) -> np.ndarray | None:
+        """The rows of the bins as indices (rows, n), where they are one partition of the units."""
         if not self.bins:
-            return [np.arange(len(self.units))]
-        first, *others = (np.unique(np.sort(rows, axis=1), axis=0) for rows in self.bins)
+            return np.arange(len(self.units))[None]
+        first, *others = (distinct_rows(np.sort(rows, axis=1)) for rows in self.bins)
         at = _places(self.units)(first)
         if (at < 0).any() or len(distinct(at)) != at.size:
             return None
-        return list(at) if all(np.array_equal(first, rows) for rows in others) else None
+        return at if all(np.array_equal(first, rows) for rows in others) else None
 
     def _covered(self, kept: np.ndarray) -> bool:
         return all(kept[np.isin(self.units, cover)].any() for cover in self.covers)

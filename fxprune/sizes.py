@@ -212,13 +212,14 @@ def traced_attributes(model: nn.Module) -> Iterator[None]:
 
     def wrap(space: dict[str, Any], prefix: str) -> None:
         for key, value in list(space.items()):
-            if key.startswith("_"):
+            kind = type(value)
+            if kind not in (int, tuple, list) or key.startswith("_"):
                 continue
-            if type(value) is int:
+            if kind is int:
                 new: Any = traced(value, Attribute(f"{prefix}{key}"))
-            elif type(value) in (tuple, list) and value and all(type(v) is int for v in value):
+            elif value and all(type(v) is int for v in value):
                 name = f"{prefix}{key}"
-                new = type(value)(traced(v, Attribute(name, i)) for i, v in enumerate(value))
+                new = kind(traced(v, Attribute(name, i)) for i, v in enumerate(value))
             else:
                 continue
             undo.append((space, key, value, new))
