@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -36,15 +36,15 @@ class SourceAxis:
     role: str
     first: int  # label of the first slice; the others follow in row-major order
 
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.view[d] for d in self.dims)
+    shape: tuple[int, ...] = field(init=False)  # of the slices
+    size: int = field(init=False)  # their number
 
-    @cached_property
-    def size(self) -> int:
-        return math.prod(self.shape)
+    def __post_init__(self) -> None:
+        shape = tuple([self.view[d] for d in self.dims])
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "size", math.prod(shape))
 
-    @cached_property
+    @property
     def is_whole(self) -> bool:
         """Whether the slices are single elements of the tensor."""
         return math.prod(self.view) == self.size
@@ -80,12 +80,12 @@ class SourceAxis:
         back = front.movedim(tuple(range(len(self.dims))), self.dims)
         return back.reshape(self.tensor_shape)
 
-    def labels(self) -> Tensor:
-        return self._labels
-
     @cached_property
     def _labels(self) -> Tensor:
         return torch.arange(self.first, self.first + self.size).reshape(self.shape)
+
+    def labels(self) -> Tensor:
+        return self._labels
 
 
 # Nothing assigns to the fields of the two below; frozen they would take three times as long to

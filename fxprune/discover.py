@@ -473,7 +473,7 @@ def _members(owners: np.ndarray, group_of: np.ndarray, count: int) -> np.ndarray
     """Which groups have slices in which axes, the last axis first."""
     owned = owners >= 0
     size = int(group_of.max()) + 1
-    keys = np.unique((count - 1 - owners[owned]) * size + group_of[owned])
+    keys = distinct((count - 1 - owners[owned]) * size + group_of[owned])
     return np.stack([keys % size, count - 1 - keys // size], 1)
 
 

@@ -73,7 +73,7 @@ class Drawn(Masked):
     """A row for the mask, one a draw, and one that is NaN where no norm knows what a slice says."""
 
     def __init__(self) -> None:
-        self._points = np.array([0.0, *normal_points(DRAWS)])
+        self._points = normal_points(DRAWS).numpy()
         self._order = np.random.default_rng(0)
         self._living = torch.zeros(DRAWS + 2, dtype=torch.bool)
         self._living[-1] = True
@@ -88,7 +88,9 @@ class Drawn(Masked):
         return _column(kept, values) * values
 
     def points(self) -> Tensor:
-        return torch.from_numpy(self._points[[0, *(1 + self._order.permutation(DRAWS)), 0]])
+        points = np.zeros(DRAWS + 2)
+        points[1:-1] = self._points[self._order.permutation(DRAWS)]
+        return torch.from_numpy(points)
 
     def standardised(
         self, points: Tensor, constant: Tensor, mean: Tensor, deviation: Tensor

@@ -19,6 +19,8 @@ from .pattern_types import Pattern
 from .recording import Trace
 from .targets import label
 
+_CALLS = ("call_function", "call_method")
+
 
 @dataclass(frozen=True)
 class Fusion:
@@ -79,8 +81,17 @@ def _matches(trace: Trace, modules: dict[str, nn.Module]) -> Iterator[_Match]:
     where the model returns.
     """
     runs = list(registry.runs().items())
+    words: dict[str, list[int]] = {}  # which runs start with a kind or a function's name
+    others: list[int] = []
+    for i, (run, _) in enumerate(runs):
+        (words.setdefault(run[0], []) if isinstance(run[0], str) else others).append(i)
     for node in trace.graph.nodes:
-        alive = runs
+        own = {_kind(trace, node)}
+        if "same" in own:
+            continue
+        if node.op in _CALLS:
+            own.add(op_name(node.target))
+        alive = [runs[i] for i in sorted({*others, *(i for w in own for i in words.get(w, ()))})]
         nodes: list[fx.Node] = []
         best: _Match | None = None
         todo: list[fx.Node] = [node]
@@ -116,7 +127,7 @@ def _is(trace: Trace, node: fx.Node, modules: dict[str, nn.Module], wanted: Any)
     """Whether a node is what a run has in this place: a kind, a class or a function."""
     if isinstance(wanted, str):
         return _kind(trace, node) == wanted or (
-            node.op in ("call_function", "call_method") and op_name(node.target) == wanted
+            node.op in _CALLS and op_name(node.target) == wanted
         )
     if isinstance(wanted, type) and issubclass(wanted, nn.Module):
         return node.op == "call_module" and isinstance(modules[str(node.target)], wanted)

@@ -200,17 +200,8 @@ class _Recorder(TorchFunctionMode):
         """Whether a call is covered by a leaf's node, or made by another thread."""
         return self._suspended or threading.get_ident() != self._thread
 
-    @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Torch calls inside are not the model's, or are covered by a leaf's node: they need not
-        come by here, unless the model has a mode of its own on top of this one."""
-        own = overrides._get_current_function_mode() is self
-        self._suspended = True
-        try:
-            with overrides._pop_mode_temporarily() if own else contextlib.nullcontext():
-                yield
-        finally:
-            self._suspended = False
+    def _paused(self) -> _Paused:
+        return _Paused(self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -325,6 +316,27 @@ class _Recorder(TorchFunctionMode):
                 op_name(node.target) or str(node.target), run, args, kwargs, value
             )
         return self._probes[key]
+
+
+class _Paused:
+    """Torch calls inside are not the model's, or are covered by a leaf's node: they need not come
+    by the recorder, unless the model has a mode of its own on top of it. A generator would take
+    three times as long, at every call."""
+
+    __slots__ = ("_mode", "_recorder")
+
+    def __init__(self, recorder: _Recorder) -> None:
+        self._recorder = recorder
+
+    def __enter__(self) -> None:
+        own = overrides._get_current_function_mode() is self._recorder
+        self._mode = overrides._pop_mode() if own else None
+        self._recorder._suspended = True
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder._suspended = False
+        if self._mode is not None:
+            overrides._push_mode(self._mode)
 
 
 # Operators of tensors that are written in Python, such as ``2 ** x``.

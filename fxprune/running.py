@@ -181,7 +181,8 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
         for m in modules:
-            of_torch = type(m).__module__.startswith("torch.nn.") and not any(m.children())
+            parts = any(part is not None for part in m._modules.values())
+            of_torch = type(m).__module__.startswith("torch.nn.") and not parts
             vars(m)["training"] = training and not of_torch
         torch.backends.mha.set_fastpath_enabled(False)  # it would hide the layers from the trace
         try:

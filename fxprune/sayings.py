@@ -139,22 +139,23 @@ class Sayings(Algebra):
         rows = max(map(len, laid))
         blind = [a.isnan() for a in laid]
         unknown = functools.reduce(torch.logical_or, blind).expand(rows, *sizes)
+        some = bool(unknown.any())
         # Where a factor is zero the product is, whatever the other factor is.
         factors = [a == 0 for a, axes in zip(laid, touched, strict=True) if len(axes) == 1]
         zero = functools.reduce(torch.logical_or, factors) if product and factors else None
-        if unknown.all() and (zero is None or not zero.any()):
+        if some and unknown.all() and (zero is None or not zero.any()):
             return None, False
-        arrays = [
-            a.masked_fill(b, 0.0).expand(rows, *sizes) for a, b in zip(laid, blind, strict=True)
-        ]
+        if some:
+            laid = [a.masked_fill(b, 0.0) for a, b in zip(laid, blind, strict=True)]
+        arrays = [a.expand(rows, *sizes) for a in laid]
         result = _called(function, arrays, dims, shape, together)
         border = any(axis.border for axes in touched for axis in axes)
         if border:  # zeros around the constant stay zeros, or the slice is not one number
             inside = [not axes or not axes[0].border for axes in touched]
             edge = [t if i else torch.zeros_like(t) for t, i in zip(arrays, inside, strict=True)]
             around = _called(function, edge, dims, shape, together)
-            unknown = unknown | ((around != 0) & (around != result))
-        result = result.masked_fill(unknown, torch.nan)
+            unknown, some = unknown | ((around != 0) & (around != result)), True
+        result = result.masked_fill(unknown, torch.nan) if some else result
         return result if zero is None else result.masked_fill(zero, 0.0), border
 
     def meet_scalar(self, operands, function):
