@@ -141,8 +141,20 @@ def test_torch_jit_trace(pruned):
     assert difference(run(torch.jit.load(file), x), run(small, x)) < 1e-6
 
 
+def lstms_run_in_bfloat16() -> bool:
+    """Some processors have none: PyTorch's own layer says so."""
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            nn.LSTM(2, 2)(torch.zeros(1, 1, 2))
+    except RuntimeError:
+        return False
+    return True
+
+
 def test_autocast_forward_and_backward(pruned):
     small, x = pruned
+    if any(isinstance(m, nn.LSTM) for m in small.modules()) and not lstms_run_in_bfloat16():
+        pytest.skip("PyTorch has no LSTM in bfloat16 for this processor")
     expected = tensors(small(x))[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = tensors(small(x))[0]

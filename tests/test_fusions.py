@@ -128,6 +128,13 @@ def test_dropout_and_identity_do_not_hide_a_fusion():
     assert found(fxprune.plan(net, image().float())) == [("conv-act-conv", ("0", "2", "4"))]
 
 
+def test_a_run_is_found_once_whatever_stands_before_it():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 4), nn.ReLU(),
+                        nn.Dropout(), nn.Linear(4, 2))  # fmt: skip
+    names = [name for name, _ in found(fxprune.plan(net, torch.randn(2, 3)))]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_an_intermediate_with_two_readers_ends_the_run():
     def forward(s, x):
         y = torch.sigmoid(s.a(x))

@@ -1,0 +1,137 @@
+"""What dead units say: heard in the first walk, as if all were dead, or told by another model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import fxprune
+from fxprune.constants import Constants
+from fxprune.discover import discover
+from fxprune.fold import Folds
+from fxprune.recorder import record
+from fxprune.sayings import Telling
+
+from .networks import networks, settings_of_a_plan
+from .oracle import awake, masked_equals_pruned
+from .test_trace import Net
+
+X = torch.randn(2, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+def written(folds: Folds) -> dict:
+    """Folds as plain values, in an order of their own."""
+    return {
+        "shifts": {
+            (s.path, s.attribute, s.masked_too): s.delta.double().round(decimals=9).tolist()
+            for s in folds.shifts
+        },
+        "carries": {c.axis.name: (c.carriers.tolist(), c.factors.tolist()) for c in folds.carries},
+        "dropped": {axis.name: columns.tolist() for axis, columns in folds.dropped.values()},
+        "notes": folds.notes,
+    }
+
+
+HOW = [{"bias": "expected"}, {"bias": "propagate"}, {"bias": "drop"}, {"exact": True}]
+
+
+@given(st.sampled_from(HOW), networks(), settings_of_a_plan())
+def test_the_first_walk_hears_what_a_walk_of_its_own_is_told(how, model, settings):
+    model = awake(model)
+    plan = fxprune.plan(model, X, **how, **settings)
+    assert written(plan._folds) == written(plan.folds(model))
+
+
+@given(networks())
+def test_what_a_slice_says_does_not_depend_on_who_else_is_dead(model):
+    trace = record(awake(model), X)
+    relations = discover(trace, telling=Telling())
+    units = np.unique(relations.classes)
+    rng = np.random.default_rng(0)
+
+    def heard(removed: np.ndarray) -> list:
+        silent = np.zeros_like(removed)
+        given = (trace, relations, removed, silent, trace.model)
+        return Constants(*given, telling=Telling(), every=True, first=True).reads
+
+    every = np.arange(len(relations.component)) > 0
+    some = every & np.isin(np.arange(len(every)), rng.choice(units, len(units) // 2))
+    for one, other in zip(heard(every), heard(some), strict=True):
+        both = one.dead & other.dead
+        assert torch.equal(one.constant[both].nan_to_num(7), other.constant[both].nan_to_num(7))
+        assert other.constant[~other.dead].isnan().all()
+
+
+class Gated(nn.Module):
+    """Two maps whose product is summed: only zeros may be dead in it, so biases have to go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 1)
+        self.a, self.b, self.c = nn.Conv2d(6, 8, 1), nn.Conv2d(6, 8, 1), nn.Conv2d(6, 4, 1)
+
+    def forward(self, x):
+        x = torch.sigmoid(self.stem(x))
+        a, b = self.a(x).flatten(2), self.b(x).flatten(2)
+        return torch.einsum("ncx,ncy->nxy", a, b).sum((1, 2)), self.c(x)
+
+
+@pytest.mark.parametrize("bias", ["expected", "propagate"])
+def test_units_that_have_to_be_silent_stand_beside_others_that_speak(bias):
+    model = awake(Gated())
+    plan = fxprune.plan(model, X, bias=bias)
+    small = plan.apply(model)
+    masked_equals_pruned(plan, model, small, X)
+    assert written(plan._folds) == written(plan.folds(model))
+    silent = plan._silent[plan._removed]
+    assert silent.any() and not silent.all()
+    assert small.stem.out_channels == 3 and small.a.out_channels == 4
+
+
+def test_a_weight_that_turns_out_to_make_channels_speaks_as_one_that_does():
+    """A parameter that is met bare before a product shows what it is: its slices are zeroed."""
+    net = Net(
+        lambda s, x: s.last(F.softplus(x.flatten(1) @ (s.scale * s.weight))),
+        weight=nn.Parameter(torch.randn(108, 8)), scale=nn.Parameter(torch.rand(8)),
+        last=nn.Linear(8, 3),
+    )  # fmt: skip
+    model = awake(net)
+    for bias in ("propagate", "expected", "drop"):
+        plan = fxprune.plan(model, X, bias=bias)
+        assert plan.groups[0].removed.numel() == 4
+        masked_equals_pruned(plan, model, fxprune.prune(model, X, bias=bias), X)
+
+
+class Shut(nn.Module):
+    """A norm behind a product that nothing is known of: masked, it says its shift all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8)
+        self.last = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        return self.last(F.softplus(self.norm(self.a(x) * x.mean())))
+
+
+@pytest.mark.parametrize("bias", ["expected", "propagate"])
+def test_a_masked_norm_says_its_shift_whatever_comes_in(bias):
+    model = awake(Shut())
+    plan = fxprune.plan(model, X, bias=bias)
+    small = plan.apply(model)
+    masked_equals_pruned(plan, model, small, X)
+    assert small.a.out_channels == 4
+    assert not any("not constant" in note for _, note in plan.notes)
+
+
+def test_models_without_norms_are_followed_without_draws():
+    model = awake(nn.Sequential(nn.Conv2d(3, 8, 1), nn.GELU(), nn.Conv2d(8, 4, 1)))
+    plan = fxprune.plan(model, X)
+    reads = plan.constants(model, drawn=True).reads
+    assert all(read.mean is not None for read in reads)
+    assert plan._relations.said.telling == Telling()
