@@ -96,6 +96,14 @@ class Relations:
     # slices say.
     said: Sayings | None = field(repr=False, default=None)
 
+    def quieten(self) -> None:
+        """Let go of what was said: many numbers for each slice of each value."""
+        self.said = None
+        for value in self.values.values():
+            for item in leaves(value):
+                for axis in item.axes if isinstance(item, Channels) else ():
+                    axis.said = None
+
     def of(self, axis: SourceAxis) -> np.ndarray:
         """The unit class of each slice of a parameter axis, in the shape of its dimensions."""
         return self.classes[axis.first : axis.first + axis.size].reshape(axis.shape)

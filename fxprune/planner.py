@@ -82,6 +82,7 @@ class Planner:
             self._divide()
             replay = self._attempt()
             if replay is not None and self._is_met(replay):
+                self.relations.quieten()
                 self._explain_whole()
                 return assemble(self, replay)
         raise AssertionError("freezing did not come to an end")  # each round freezes a group

@@ -129,9 +129,24 @@ def test_a_masked_norm_says_its_shift_whatever_comes_in(bias):
     assert not any("not constant" in note for _, note in plan.notes)
 
 
-def test_models_without_norms_are_followed_without_draws():
-    model = awake(nn.Sequential(nn.Conv2d(3, 8, 1), nn.GELU(), nn.Conv2d(8, 4, 1)))
-    plan = fxprune.plan(model, X)
-    reads = plan.constants(model, drawn=True).reads
-    assert all(read.mean is not None for read in reads)
-    assert plan._relations.said.telling == Telling()
+def test_what_was_heard_is_let_go_of_with_the_plan():
+    model = awake(nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU()))
+    relations = fxprune.plan(model, X)._relations
+    axes = [axis for value in relations.values.values() for axis in getattr(value, "axes", ())]
+    assert axes and relations.said is None and all(axis.said is None for axis in axes)
+
+
+def test_draws_are_followed_only_where_a_norm_could_tell():
+    act, conv = nn.GELU(), nn.Conv2d(8, 4, 1)
+    for middle, told in ((nn.Identity(), False), (nn.BatchNorm2d(8), True)):
+        model = awake(nn.Sequential(nn.Conv2d(3, 8, 1), middle, act, conv))
+        assert record(model, X).calls_any("norm") is told
+
+    def forward(s, x):
+        mean, variance = s.norm.running_mean, s.norm.running_var
+        return s.last(F.relu(torch.ops.aten.batch_norm(
+            s.a(x), s.norm.weight, s.norm.bias, mean, variance, False, 0.1, 1e-5, False
+        )))  # fmt: skip
+
+    net = Net(forward, a=nn.Conv2d(3, 8, 1), norm=nn.BatchNorm2d(8), last=nn.Conv2d(8, 4, 1))
+    assert record(awake(net), X).calls_any("norm")
