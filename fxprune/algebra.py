@@ -1,8 +1,8 @@
 """The algebra of channels: the words in which a pattern says how channels hang together.
 
-One interpreter walks the trace and lets each node's pattern speak. It is run three times with
-three meanings of the words of :mod:`fxprune.meanings`: to discover which slices belong together
-(:mod:`fxprune.discover`), to follow what dead channels still say (:mod:`fxprune.constants`), and to
+One interpreter walks the trace and lets each node's pattern speak. It is run with several meanings
+of the words of :mod:`fxprune.meanings`: to discover which slices belong together
+(:mod:`fxprune.discover`) and what they say when they are dead (:mod:`fxprune.sayings`), and to
 replay the trace at the new widths (:mod:`fxprune.replay`).
 """
 

@@ -2,6 +2,7 @@
 
 Every slice of every parameter axis gets a label; where two axes meet, their labels are joined. The
 joins are kept as arrays and solved at once (connected components), so no loop runs over channels.
+What each slice says when it is dead is followed beside (:mod:`fxprune.sayings`).
 """
 
 from __future__ import annotations

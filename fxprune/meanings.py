@@ -1,6 +1,6 @@
 """The words of the channel algebra whose meaning depends on the pass.
 
-Each pass (:mod:`fxprune.discover`, :mod:`fxprune.constants`, :mod:`fxprune.replay`) defines those
+Each pass (:mod:`fxprune.discover`, :mod:`fxprune.sayings`, :mod:`fxprune.replay`) defines those
 that it is about; here they say nothing.
 """
 

@@ -1,4 +1,4 @@
-"""The third walk: the trace at its new widths.
+"""The second walk: the trace at its new widths.
 
 Labels of kept slices run through the same rules. Where tensors meet, their units have to agree in
 number and order; the order in which each parameter's slices are kept, the sizes that the model's

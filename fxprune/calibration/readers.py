@@ -26,7 +26,7 @@ class Reader:
     """A weight that reads channels, and where they are.
 
     Attributes:
-        read: what the second walk knows of it.
+        read: what is known of it.
         source: the node whose tensor it reads; None where that is inside its layer.
         dims: the dimensions of that tensor along which the channels lie, in the weight's order.
         order: (channels, positions) of the weight's slices, where each channel lies at several
