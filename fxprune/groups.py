@@ -54,7 +54,7 @@ def groups(relations: Relations) -> list[Group]:
     ]
     for group in result:
         _explain(group, relations)
-        own = set(group.units.tolist())
+        own = set(group.units.tolist()) if counted else set()
         group.approximate = sorted({where for where, units in counted if not own.isdisjoint(units)})
     return sorted(result, key=lambda g: g.leader.first)
 
@@ -87,8 +87,9 @@ def _add_covers(relations: Relations, home: dict[int, Group]) -> None:
             for number in distinct(relations.component[unique]):
                 home[int(number)].covers.append(unique)
 
-    known: set[int] = set()
+    known: set[int] = set()  # most values go by the labels of a parameter
     for axis in relations.sources:
+        known.add(id(axis.labels()))
         add(relations.of(axis))
     for value in relations.values.values():
         for x in value if isinstance(value, (tuple, list)) else [value]:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .channels import components_of, distinct, distinct_rows
+from .channels import distinct, distinct_rows
 
 # Relative gap at which the search for the best balanced choice may stop.
 _GAP = 1e-3
@@ -58,21 +58,27 @@ class Choice:
     @cached_property
     def _parts(self) -> list[_Part]:
         """Units that no bin couples are chosen apart from those that one does."""
-        if not self.bins:
-            return [self._part(np.arange(len(self.units)), [])]
-        count, place = len(self.units), _places(self.units)
-        inside = [place(rows.reshape(-1)) for rows in self.bins]
-        of_bin = np.repeat(np.arange(count, count + len(self.bins)), [len(i) for i in inside])
-        at = np.concatenate(inside)
-        known = at >= 0
-        part = components_of(at[known], of_bin[known], count + len(self.bins))
-        joined = [np.flatnonzero(part == p) for p in distinct(part[count:])]
-        parts = [
-            self._part(nodes[nodes < count], [self.bins[n - count] for n in nodes if n >= count])
-            for nodes in joined if nodes[0] < count
+        place = _places(self.units)
+        rest = np.ones(len(self.units), dtype=bool)
+        found: list[tuple[np.ndarray, list[int]]] = []  # units, and the bins that they are in
+        for b, rows in enumerate(self.bins):
+            inside = np.zeros_like(rest)
+            at = place(rows.reshape(-1))
+            inside[at[at >= 0]] = True
+            rest &= ~inside
+            bins, apart = [b], []
+            for others, theirs in found:
+                if (others & inside).any():
+                    inside, bins = others | inside, theirs + bins
+                else:
+                    apart.append((others, theirs))
+            found = [*apart, (inside, bins)]
+        if rest.any():
+            found.append((rest, []))
+        return [
+            self._part(np.flatnonzero(inside), [self.bins[b] for b in sorted(bins)])
+            for inside, bins in found if inside.any()
         ]  # fmt: skip
-        rest = np.flatnonzero(~np.isin(part[:count], part[count:]))
-        return [*parts, self._part(rest, [])] if len(rest) else parts
 
     def _part(self, members: np.ndarray, bins: list[np.ndarray]) -> _Part:
         units = self.units[members]
