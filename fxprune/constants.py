@@ -7,6 +7,7 @@ a layer that reads them is a :class:`Read`, which decides how it is changed when
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -147,6 +148,7 @@ class Constants:
         self.values = self._told.values
         self.modules = self._told.modules
         self.norms = self._told.norms
+        self.measured = Counter(self.norms.values())  # by how many norms
         self.member = self._told.member
         self.read = self._told.read
         self.reads = self._reads(every)

@@ -148,7 +148,7 @@ def folds(
         delta, varied = delta_of(constants, read, constant if sink else None, variances)
         if sink and delta is not None:
             path, attribute, name, sign = sink
-            moved = _is_moved(read, masks)
+            moved = bool(read.border) or masks.some_moved
             result.shifts.append(Shift(path, attribute, sign * delta, moved, name))
         if norm and varied is not None:
             spread.append((norm, varied))
@@ -169,6 +169,7 @@ class _Masks:
     nonzero: Tensor
     some_unknown: bool
     some_nonzero: bool
+    some_moved: bool  # was said otherwise than the masked model says it
     some_spread: bool  # what is gone varied, and it is known how all vary
 
 
@@ -196,7 +197,8 @@ def _masks(
         varied, blind = side.any(gone & (variance != 0)), side.any(variance.isnan())
         some_spread = [v and not b for v, b in zip(varied, blind, strict=True)]
     parts = (side.parts(flat) for flat in (gone, alive, said, nonzero))
-    flags = side.any(unknown), side.any(nonzero), some_spread
+    moved = nonzero & (said != constant)
+    flags = side.any(unknown), side.any(nonzero), side.any(moved), some_spread
     yield from map(_Masks, *parts, *flags)
 
 
@@ -251,7 +253,7 @@ def _measuring(constants: Constants, read: Read) -> str | None:
     """The variance of a batch norm that is all that reads what a layer makes of what it reads."""
     users = list(read.call.node.users)
     name = constants.norms.get(users[0]) if len(users) == 1 else None
-    return name if list(constants.norms.values()).count(name) == 1 else None
+    return name if constants.measured[name] == 1 else None
 
 
 def _amplify(result: Folds, constants: Constants, spread: list[tuple[str, Tensor]]) -> None:
@@ -303,19 +305,13 @@ def _sink(
         result.notes.append((read.call.name, "a constant differs by position here: dropped"))
         return None
     sink = sink_of(constants, read, model)
-    if sink is None or _is_moved(read, masks):
+    if sink is None or read.border or masks.some_moved:
         result.drop(read.axis, masks.nonzero)
     if sink is None:
         result.notes.append((read.call.name, "no bias can take the constant: dropped"))
     elif read.border:
         result.notes.append((read.call.name, "constant folded as if its padding continued it"))
     return sink
-
-
-def _is_moved(read: Read, masks: _Masks) -> bool:
-    """Whether the masked model takes the constant from the bias, too: by itself it would say
-    another one, or another one at the border."""
-    return bool(read.border) or bool((masks.nonzero & (masks.said != read.constant)).any())
 
 
 def _carry(read: Read, constant: Tensor, alive: Tensor) -> Carry | None:
@@ -345,20 +341,28 @@ def delta_of(
     w = constants.read(axis.name).reshape(axis.view).permute(*shared, *own, *summed, *kernel)
     groups, height, columns = (math.prod(axis.view[d] for d in ds) for ds in (shared, own, summed))
     w = w.reshape(groups, height, -1)
+    dtype, long = torch.promote_types(w.dtype, torch.float32), w.shape[2] // columns
+    rows = torch.arange(height, device=w.device)
+    dead = None if out is None else constants.is_removed(out).to(w.device)
+    if dead is not None and out is not None and list(out.dims) == own and not shared:
+        rows = rows[~dead.reshape(-1)]
 
     def laid(values: Tensor) -> Tensor:
         """(groups, several, columns of w)."""
-        seen = values.reshape(-1, *axis.shape).movedim(0, len(axis.dims))
-        seen = seen.permute(*[axis.dims.index(d) for d in (*shared, *summed)], -1)
-        seen = seen.reshape(groups, columns, 1, -1).expand(-1, -1, w.shape[2] // columns, -1)
-        seen = seen.reshape(groups, w.shape[2], -1).transpose(1, 2)
-        return seen.to(w.device, torch.promote_types(w.dtype, torch.float32)).contiguous()
+        seen = values.reshape(-1, *axis.shape)
+        if shared:
+            seen = seen.movedim([1 + axis.dims.index(d) for d in shared], [*range(len(shared))])
+        seen = seen.reshape(groups, -1, columns).to(w.device, dtype)
+        return seen if long == 1 else seen.repeat_interleave(long, 2)
 
     def of_outputs(found: list[Tensor]) -> Tensor:
         """(several, outputs), from what each run of rows gives."""
-        live = torch.cat(found, 2)
-        delta = live.new_zeros(groups, live.shape[1], height).index_copy_(2, rows, live)
-        delta = delta.reshape(*[axis.view[d] for d in shared], -1, *[axis.view[d] for d in own])
+        live = found[0] if len(found) == 1 else torch.cat(found, 2)
+        if len(rows) < height:
+            live = live.new_zeros(groups, live.shape[1], height).index_copy_(2, rows, live)
+        if not shared and (dead is None or len(rows) < height):
+            return live[0]
+        delta = live.reshape(*[axis.view[d] for d in shared], -1, *[axis.view[d] for d in own])
         delta = delta.movedim(len(shared), 0)
         delta = delta.permute(0, *[1 + [*shared, *own].index(d) for d in makes])
         if dead is not None and out is not None:
@@ -366,18 +370,13 @@ def delta_of(
             delta = delta.masked_fill(dead.reshape(shape), 0.0)
         return delta.reshape(len(delta), -1)
 
-    rows = torch.arange(height, device=w.device)
-    dead = None if out is None else constants.is_removed(out).to(w.device)
-    if dead is not None and out is not None and list(out.dims) == own and not shared:
-        rows = rows[~dead.reshape(-1)]
     plain, squared = (None if v is None else laid(v) for v in (constant, variances))
     sums: list[Tensor] = []
     squares: list[Tensor] = []
     with torch.autocast(w.device.type, enabled=False):  # it becomes a bias
         # A few rows at a time, which stay in the cache.
         for some in rows.split(max(1, _PIECE // max(1, groups * w.shape[2]))):
-            part = w.index_select(1, some)
-            part = part.to(torch.promote_types(w.dtype, torch.float32))
+            part = w.index_select(1, some).to(dtype)
             if plain is not None:
                 sums.append(plain @ part.transpose(1, 2))
             if squared is not None:
@@ -437,8 +436,7 @@ def _absorbing_norm(constants: Constants, call):
         return None
     path = str(users[0].target)
     pattern = constants.trace.pattern(users[0])
-    calls = [n for n in users[0].graph.nodes if n.op == "call_module" and n.target == path]
-    if pattern is None or pattern.absorb is None or len(calls) != 1:
+    if pattern is None or pattern.absorb is None or constants.trace.calls_of[path] != 1:
         return None
     buffer = getattr(constants.trace.modules[path], pattern.absorb, None)
     if buffer is None:

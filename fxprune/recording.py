@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -49,6 +50,11 @@ class Trace:
     def modules(self) -> dict[str, nn.Module]:
         """The model's modules by path; one that goes by several has them all."""
         return modules_of(self.model)
+
+    @cached_property
+    def calls_of(self) -> Counter[str]:
+        """How often the graph calls each module, by path."""
+        return Counter(str(n.target) for n in self.graph.nodes if n.op == "call_module")
 
     def tensor_names(self, path: str) -> list[str]:
         """Of a leaf module; see :func:`fxprune.running.tensor_names`."""
