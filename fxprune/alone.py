@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .call import leaves, map_specs, rigid
-from .channels import FROZEN, Axis, Channels, components_of
+from .channels import Axis, Channels
 from .discover import Discover
 from .recording import Trace
 from .spec import Spec
@@ -26,11 +26,8 @@ class Free(Discover):
             for source in node.all_input_nodes:
                 self.values[source] = self._argument(source)
             self.results: list[Channels] = list(leaves(self._visit(node)))
-        none = np.zeros(0, dtype=np.int64)
-        left = np.concatenate([none, *(a for a, _ in self._joins)])
-        right = np.concatenate([none, *(b for _, b in self._joins)])
-        found = components_of(left, right, self._next)
-        self.classes = np.where(found == found[FROZEN], 0, found + 1)  # by label; 0 stays
+        found, stays = self.joined()
+        self.classes = np.where(stays[found], 0, found + 1)  # by label; 0 stays
 
     def _argument(self, source: fx.Node) -> Any:
         spec = source.meta["spec"]

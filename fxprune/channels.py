@@ -193,6 +193,13 @@ def distinct_rows(rows: np.ndarray) -> np.ndarray:
     return np.unique(rows, axis=0)
 
 
+def renumbered(numbers: np.ndarray) -> np.ndarray:
+    """Numbers from 0 on without gaps, in their order."""
+    there = np.zeros(int(numbers.max(initial=0)) + 1, dtype=bool)
+    there[numbers] = True
+    return (np.cumsum(there) - 1)[numbers]
+
+
 def components_of(left: np.ndarray, right: np.ndarray, size: int) -> np.ndarray:
     """The connected component of each of ``size`` items, linked in pairs."""
     from scipy.sparse import coo_array  # here: it takes a tenth of a second to import

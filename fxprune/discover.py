@@ -25,6 +25,7 @@ from .channels import (
     components_of,
     distinct,
     distinct_rows,
+    renumbered,
     varying,
 )
 from .meanings import Decisions
@@ -154,6 +155,8 @@ class Discover(Sayings):
         self._computed: dict[str, str] = dict.fromkeys(trace.names.values(), "")
         self._next = FROZEN + 1
         self._joins: list[tuple[np.ndarray, np.ndarray]] = []
+        self._whole: dict[int, int] = {}  # by id of the labels of a parameter's axis, the first
+        self._same: list[tuple[int, int]] = []  # first labels of two that are joined one by one
         self._rectangles: dict[int, Rectangle] = {}
         self._alive: list[torch.Tensor] = []
         self._spread: list[np.ndarray] = []
@@ -206,6 +209,7 @@ class Discover(Sayings):
             if key not in self._by_key:
                 axis = SourceAxis(value.name, shape, view, dims, role, self._next)
                 self._next += axis.size
+                self._whole[id(axis.labels())] = axis.first
                 self._by_key[key] = axis
                 self._by_name.setdefault(axis.name, []).append(len(self.sources))
                 if role.startswith("bare"):
@@ -257,6 +261,8 @@ class Discover(Sayings):
     def _set_role(self, index: int, role: str) -> None:
         old = self.sources[index]
         self.sources[index] = replace(old, role=role)
+        self._alive.append(old.labels())
+        self._whole[id(self.sources[index].labels())] = old.first
         self._by_key[old.name, old.view, old.dims] = self.sources[index]
         self._used_bare.pop(old.first, None)
         self._settled = False
@@ -301,7 +307,11 @@ class Discover(Sayings):
 
     def _couple(self, a: torch.Tensor, b: torch.Tensor, call: Call) -> None:
         left, right = a.reshape(-1).numpy(), b.reshape(-1).numpy()
-        self._joins.append((left, right))
+        whole = self._whole.get(id(a)), self._whole.get(id(b))
+        if None in whole or a.shape != b.shape:
+            self._joins.append((left, right))
+        else:
+            self._same.append(whole)  # type: ignore[arg-type]
         self.meetings.setdefault(call.node, []).append((left, right))
 
     def freeze(self, axis: Axis, reason: str, call: Call | None, line: str = "") -> None:
@@ -395,18 +405,45 @@ class Discover(Sayings):
         )
 
     def _solve(self) -> tuple[np.ndarray, np.ndarray]:
+        """(class of each label, whether each class stays)."""
+        classes, frozen = self.joined()
+        owned = np.zeros(len(frozen), dtype=bool)  # what no parameter has a part in stays
+        owned[classes[self._owners() >= 0]] = True
+        return classes, frozen | ~owned
+
+    def joined(self) -> tuple[np.ndarray, np.ndarray]:
         """(class of each label, whether each class was joined to what stays)."""
+        classes = same = self._one_by_one()
         empty = np.zeros(0, dtype=np.int64)
         left = np.concatenate([empty, *(a for a, _ in self._joins)])
         right = np.concatenate([empty, *(b for _, b in self._joins)])
         real = (left != FROZEN) & (right != FROZEN)
-        classes = components_of(left[real], right[real], self._next)
+        if real.any():
+            classes = components_of(same[left[real]], same[right[real]], self._next)[same]
+        classes = renumbered(classes)
         frozen = np.zeros(int(classes.max()) + 1, dtype=bool)
         frozen[classes[np.maximum(left[~real], right[~real])]] = True
         frozen[classes[FROZEN]] = True
-        owned = np.zeros(len(frozen), dtype=bool)  # what no parameter has a part in stays
-        owned[classes[self._owners() >= 0]] = True
-        return classes, frozen | ~owned
+        return classes, frozen
+
+    def _one_by_one(self) -> np.ndarray:
+        """For each label the lowest that it is joined to where whole axes are, slice by slice: most
+        are, and no search over all labels is needed for them."""
+        leader = {source.first: source.first for source in self.sources}
+
+        def led(first: int) -> int:
+            while leader[first] != first:
+                leader[first] = first = leader[leader[first]]
+            return first
+
+        for pair in self._same:
+            low, high = sorted(map(led, pair))
+            leader[high] = low
+        same = np.arange(self._next)
+        for source in self.sources:
+            first = led(source.first)
+            same[source.first : source.first + source.size] = np.arange(first, first + source.size)
+        return same
 
     def _owners(self) -> np.ndarray:
         owners = np.full(self._next, -1)

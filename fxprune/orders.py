@@ -78,11 +78,15 @@ class Orders(Algebra):
         self._remaining: dict[int, tuple[Tensor, Tensor]] = {}
         self.order: dict[int, Tensor] = {}  # label of an axis -> kept positions in it, in order
         stays = np.flatnonzero(kept[relations.classes])
+        single = [s for s in relations.sources if len(s.dims) == 1]
+        ends = np.array([(s.first, s.first + s.size) for s in single], dtype=np.int64).reshape(
+            -1, 2
+        )
+        at = np.searchsorted(stays, ends)
+        for s, low, high in zip(single, *at.T.tolist(), strict=True):
+            self.order[s.first] = torch.from_numpy(stays[low:high] - s.first)
         for s in relations.sources:
-            if len(s.dims) == 1:
-                low, high = np.searchsorted(stays, (s.first, s.first + s.size))
-                self.order[s.first] = torch.from_numpy(stays[low:high] - s.first)
-            else:
+            if len(s.dims) > 1:
                 every = torch.arange(s.size).reshape(s.shape)
                 self.order[s.first] = self._compress(every, s.labels())
         self.order |= self._orders
