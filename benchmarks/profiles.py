@@ -35,7 +35,8 @@ from fxprune.running import outputs
 # What the functions of the engine do that have no other of these above them.
 STAGES = {
     "recorder.record": "record the run", "fusions.find": "fusions",
-    "discover.discover": "walk 1: labels, constants", "groups.groups": "groups", "planner._ask": "scores",
+    "discover.discover": "walk 1: labels, constants", "groups.groups": "groups",
+    "planner._ask": "scores",
     "planner._stays": "choice", "planner._follow_constants": "folds",
     "planner._replay": "walk 2: new widths", "assembling.assemble": "plan",
     "rewrite.build": "new tensors", "running.copy_model": "copy of the model",

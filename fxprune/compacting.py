@@ -15,7 +15,6 @@ from torch import fx, nn
 
 from . import groups
 from .check import check_model
-from .discover import Relations
 from .errors import ProofError
 from .leftovers import made_plain
 from .pattern_types import Pattern
@@ -24,6 +23,7 @@ from .planning import make_plan
 from .proof import largest_error, tolerance
 from .pruning_plan import PruningPlan
 from .recording import Trace
+from .relations import Relations
 from .rewrite import apply_with_journal
 from .running import outputs
 from .select import Choice

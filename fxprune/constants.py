@@ -6,9 +6,8 @@ a layer that reads them is a :class:`Read`, which decides how it is changed when
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +17,11 @@ from torch import Tensor, fx, nn
 
 from .call import Call, Named, Roles, leaves
 from .channels import Axis, Channels, SourceAxis
-from .discover import Relations
 from .expected import Moments
 from .recording import Trace
+from .relations import Relations
 from .sayings import Demand, Heard, Sayings, Telling, known_or_nan
+from .side_by_side import SideBySide
 
 
 @dataclass
@@ -42,32 +42,6 @@ class Read:
     # Of all channels over the data of training, where that is asked for; NaN where not known.
     mean: Tensor | None = None
     variance: Tensor | None = None
-
-
-class SideBySide:
-    """Arrays of many layers, one after the other, for what is done to all of them at once."""
-
-    def __init__(self, shapes: Sequence[Sequence[int]]) -> None:
-        self._shapes = shapes
-        self._sizes = [math.prod(shape) for shape in shapes]
-
-    def put(self, arrays: Iterable[Tensor]) -> Tensor:
-        return torch.cat([array.reshape(-1) for array in arrays])
-
-    def put_rows(self, arrays: Sequence[Tensor]) -> Tensor:
-        """Arrays (rows, ...), with as many rows as any has."""
-        rows = max(map(len, arrays))
-        return torch.cat([a.reshape(len(a), -1).expand(rows, -1) for a in arrays], 1)
-
-    def parts(self, flat: Tensor) -> list[Tensor]:
-        parts = zip(flat.split(self._sizes), self._shapes, strict=True)
-        return [part.reshape(shape) for part, shape in parts]
-
-    def any(self, flat: Tensor) -> list[bool]:
-        """For each layer whether one of its flags is set."""
-        ends = np.cumsum(self._sizes)
-        seen = np.concatenate([[0], np.cumsum(flat.numpy())])
-        return (seen[ends] > seen[ends - self._sizes]).tolist()
 
 
 class Retold(Sayings):

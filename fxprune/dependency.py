@@ -11,7 +11,7 @@ import numpy as np
 
 from .call import node_name
 from .channels import distinct
-from .discover import Relations
+from .relations import Relations
 
 
 def dependency_graph(relations: Relations) -> nx.Graph:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from .channels import SourceAxis
-from .constants import Constants, Read, SideBySide
-from .layout import view_dims
+from .constants import Constants, Read
+from .side_by_side import SideBySide
+from .weighing import delta_of
 
 _ROUNDING = 1e-12
-_PIECE = 2**17  # elements
 
 
 @dataclass
@@ -113,21 +112,17 @@ def folds(
     for read in constants.reads:
         if read.axis.name not in skip:
             by_weight.setdefault(read.axis.name, []).append(read)
-    chosen = [
-        (read, several)
-        for several in by_weight.values()
-        for read in (several[:1] if _alike(several) else several)
-    ]
+    chosen: list[tuple[Read, list[Read]]] = []  # with all calls of the layer, if they read the same
+    for several in by_weight.values():
+        alike = _alike(several)
+        reads = several[:1] if alike else several
+        chosen += [(read, several if alike else []) for read in reads]
     spread: list[tuple[str, Tensor]] = []
-    for (read, several), masks in zip(chosen, _masks(chosen, carriers, classes), strict=True):
+    for (read, calls), masks in zip(chosen, _masks(chosen, carriers, classes), strict=True):
         if bias == "drop":
             result.drop(read.axis, masks.gone)
             continue
-        if (
-            len(several) > 1
-            and not _alike(several)
-            and bool((masks.gone & (read.constant != 0)).any())
-        ):
+        if not calls and bool((masks.gone & (read.constant != 0)).any()):
             result.drop(read.axis, masks.gone)
             result.notes.append((read.call.name, "its weight is used twice: constants dropped"))
             continue
@@ -140,7 +135,7 @@ def folds(
         if masks.some_nonzero:
             constant = masks.said.masked_fill(~masks.nonzero, 0.0)
             sink = _sink(result, constants, read, masks, constant, model, exact)
-        if masks.some_spread and len(several) == 1:
+        if masks.some_spread and len(calls) == 1:
             norm = _measuring(constants, read)
         if norm and read.variance is not None:
             going = read.variance.masked_fill(~masks.gone, 0.0)
@@ -183,7 +178,7 @@ def _masks(
     dead, constant = (
         side.put([getattr(r, key) for r, _ in chosen]) for key in ("dead", "constant")
     )
-    said = side.put([_said(read, several) for read, several in chosen])
+    said = side.put([_said(read, calls) for read, calls in chosen])
     alive = torch.zeros_like(dead)
     if carriers.any():
         labels = side.put([read.axis.labels() for read, _ in chosen])
@@ -237,13 +232,13 @@ def _alike(reads: list[Read]) -> bool:
     )  # fmt: skip
 
 
-def _said(read: Read, several: list[Read]) -> Tensor:
+def _said(read: Read, calls: list[Read]) -> Tensor:
     """What a layer's channels say to it: what they emit when masked, or where that is known, what
     they said in the mean of all its calls."""
     constant = read.constant
-    if read.mean is None or not (len(several) == 1 or _alike(several)):
+    means = [call.mean for call in calls if call.mean is not None]
+    if not means:
         return constant
-    means = [each.mean for each in several if each.mean is not None]
     mean = means[0] if len(means) == 1 else torch.stack(means).mean(0)
     near = (mean - constant).abs() <= _ROUNDING * (1 + constant.abs())
     return torch.where(near | mean.isnan(), constant, mean)
@@ -325,74 +320,6 @@ def _carry(read: Read, constant: Tensor, alive: Tensor) -> Carry | None:
         return None
     factors = torch.where(wanted != 0, wanted / torch.where(scale == 0, 1.0, scale), 0.0)
     return Carry(read.axis, best, factors.reshape(constant.shape))
-
-
-def delta_of(
-    constants: Constants, read: Read, constant: Tensor | None, variances: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None]:
-    """What a constant (n,) adds to each live output: Σ W · constant over columns and kernel; and
-    what ``variances`` (several, n) add to that of the output: Σ W² · variance. Dead ones get 0."""
-    axis, out = read.axis, read.out
-    makes = sorted(_making_dims(read))
-    shared = [d for d in makes if d in axis.dims]  # the groups of a grouped convolution
-    own = [d for d in makes if d not in axis.dims]
-    summed = [d for d in axis.dims if d not in shared]
-    kernel = [d for d in range(len(axis.view)) if d not in makes and d not in axis.dims]
-    w = constants.read(axis.name).reshape(axis.view).permute(*shared, *own, *summed, *kernel)
-    groups, height, columns = (math.prod(axis.view[d] for d in ds) for ds in (shared, own, summed))
-    w = w.reshape(groups, height, -1)
-    dtype, long = torch.promote_types(w.dtype, torch.float32), w.shape[2] // columns
-    rows = torch.arange(height, device=w.device)
-    dead = None if out is None else constants.is_removed(out).to(w.device)
-    if dead is not None and out is not None and list(out.dims) == own and not shared:
-        rows = rows[~dead.reshape(-1)]
-
-    def laid(values: Tensor) -> Tensor:
-        """(groups, several, columns of w)."""
-        seen = values.reshape(-1, *axis.shape)
-        if shared:
-            seen = seen.movedim([1 + axis.dims.index(d) for d in shared], [*range(len(shared))])
-        seen = seen.reshape(groups, -1, columns).to(w.device, dtype)
-        return seen if long == 1 else seen.repeat_interleave(long, 2)
-
-    def of_outputs(found: list[Tensor]) -> Tensor:
-        """(several, outputs), from what each run of rows gives."""
-        live = found[0] if len(found) == 1 else torch.cat(found, 2)
-        if len(rows) < height:
-            live = live.new_zeros(groups, live.shape[1], height).index_copy_(2, rows, live)
-        if not shared and (dead is None or len(rows) < height):
-            return live[0]
-        delta = live.reshape(*[axis.view[d] for d in shared], -1, *[axis.view[d] for d in own])
-        delta = delta.movedim(len(shared), 0)
-        delta = delta.permute(0, *[1 + [*shared, *own].index(d) for d in makes])
-        if dead is not None and out is not None:
-            shape = [axis.view[d] if d in out.dims else 1 for d in makes]
-            delta = delta.masked_fill(dead.reshape(shape), 0.0)
-        return delta.reshape(len(delta), -1)
-
-    plain, squared = (None if v is None else laid(v) for v in (constant, variances))
-    sums: list[Tensor] = []
-    squares: list[Tensor] = []
-    with torch.autocast(w.device.type, enabled=False):  # it becomes a bias
-        # A few rows at a time, which stay in the cache.
-        for some in rows.split(max(1, _PIECE // max(1, groups * w.shape[2]))):
-            part = w.index_select(1, some).to(dtype)
-            if plain is not None:
-                sums.append(plain @ part.transpose(1, 2))
-            if squared is not None:
-                squares.append(squared @ part.square_().transpose(1, 2))
-    return (
-        None if plain is None else of_outputs(sums)[0],
-        None if squared is None else of_outputs(squares),
-    )
-
-
-def _making_dims(read: Read) -> set[int]:
-    """The dimensions of the weight's view along which its outputs lie."""
-    out = () if read.out is None else read.out.dims
-    merged = view_dims(read.axis.tensor_shape, read.axis.view)
-    same = {d for dims in merged if set(dims) & set(out) for d in dims}
-    return set(out) | (same - set(read.axis.dims))
 
 
 def sink_of(constants: Constants, read: Read, model: nn.Module):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .channels import SourceAxis, distinct
-from .discover import Note, Relations
+from .relations import Note, Relations
 
 # Roles of slices that bring a channel into being; a group without one has nothing to remove.
 _MAKERS = ("out",)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .channels import SourceAxis
-from .discover import Relations
 from .layout import view_dims
+from .relations import Relations
 from .replay import Replay
 
 _PIECE = 2**20  # elements

@@ -13,9 +13,9 @@ from torch import Tensor, fx
 from .algebra import Algebra
 from .call import Call
 from .channels import Axis, Channels, SourceAxis
-from .discover import Relations
 from .faults import Fault, WrongOrder
 from .recording import Trace
+from .relations import Relations
 
 _MANY = 2**31  # more than there are labels: two of them make one number
 

@@ -20,13 +20,13 @@ from .calibration.reconstruction import Reconstruction
 from .channels import SourceAxis
 from .code import CannotRewrite, Code, rewrite
 from .constants import Constants
-from .discover import Relations
 from .faults import Fault
 from .fold import Folds, folds
 from .orders import Mismatch
 from .owed import Owed
 from .pruning_plan import PruningPlan
 from .recording import Trace
+from .relations import Relations
 from .replay import Replay
 from .sayings import Telling
 from .scope import MOST, Contender, fractions, structure, work_of

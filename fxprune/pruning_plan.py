@@ -20,12 +20,12 @@ from .channels import SourceAxis
 from .code import Borrowed, Code
 from .constants import Constants
 from .dependency import dependency_graph
-from .discover import Relations
 from .fold import Folds, Mix, folds
 from .fusions import Fusion
 from .kept import members
 from .pattern_types import Pattern
 from .recording import Trace
+from .relations import Relations
 from .replay import Replay
 from .sayings import Telling
 from .settings import Settings

@@ -19,11 +19,11 @@ from torch import Tensor, fx
 from . import registry, sizes
 from .call import Call, Named, Roles
 from .channels import Axis, Channels, SourceAxis
-from .discover import Relations
 from .faults import WrongAnswer, WrongSize, same_sizes
 from .layout import broadcast_shape, view_dims
 from .orders import Mismatch, Orders, matching
 from .recording import Trace
+from .relations import Relations
 from .running import read_attribute
 from .widths import NewSizes
 

@@ -22,9 +22,9 @@ import numpy as np
 from torch import fx, nn
 
 from .channels import SourceAxis
-from .discover import Relations
 from .groups import Group
 from .recording import Trace, uses_of
+from .relations import Relations
 from .select import Choice
 from .spec import Spec
 

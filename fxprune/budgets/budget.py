@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from .. import benchmarking
-from ..discover import Relations
 from ..errors import warn
 from ..fold import Folds
 from ..recording import Trace
+from ..relations import Relations
 from .counting import Lengths, Term, multiply_accumulates, parameters, product_of
 from .latency import Latency
 from .searching import Options, Search

@@ -22,10 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from .. import tree
 from ..calibration.readers import Run
 from ..channels import Channels, varying
-from ..discover import Product, Relations
 from ..errors import InputError
 from ..layout import view_dims
 from ..recording import Trace
+from ..relations import Product, Relations
 from ..running import evaluating, read_attribute
 
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..channels import Channels
-from ..discover import Relations
 from ..layout import view_dims
 from ..progress import tracking
 from ..recording import Trace
+from ..relations import Relations
 from ..rewrite import memory_format
 from ..running import bind_inputs, computed_by_hook, copy_model, evaluating, tensors_of
 from ..spec import Spec

@@ -13,9 +13,9 @@ from torch import Tensor, fx
 from .. import tree
 from ..channels import Channels
 from ..constants import Constants, Read
-from ..discover import Relations
 from ..errors import InputError
 from ..recording import Trace, uses_of
+from ..relations import Relations
 from ..running import bind_inputs
 
 MOST = 4096  # channels that are predicted each for itself: their covariance has so many squared

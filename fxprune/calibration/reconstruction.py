@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, fx
 
 from ..constants import Constants, all_reads
-from ..discover import Relations
 from ..fold import placed
 from ..recording import Trace
+from ..relations import Relations
 from ..running import evaluating
 from .readers import Reader, Run, find_readers, live_weight
 from .regression import Products

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..channels import SourceAxis
-from ..discover import Relations
 from ..errors import SettingError
 from ..recording import Trace
+from ..relations import Relations
 from .reduction import NORMALIZE, REDUCE, Member, check_choice, combined, normalized
 from .slices import Slices
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..channels import SourceAxis
-from ..discover import Relations
 from ..errors import PlanError
+from ..relations import Relations
 from ..running import shape_of
 from ..settings import ATTENTION, BIASES
 from . import example
