@@ -264,10 +264,10 @@ def _amplify(result: Folds, constants: Constants, spread: list[tuple[str, Tensor
         spread: the norms' variances, by name, each with I, and with that of what goes.
     """
     names = [name for name, _ in spread]
-    found = [both.double().cpu() for _, both in spread]
+    found = [both.cpu().double() for _, both in spread]
     side = SideBySide([both.shape[1:] for both in found])
     alone, goes = side.put_rows(found)
-    measured = side.put([constants.read(name).double().cpu() for name in names])
+    measured = side.put([constants.read(name).cpu().double() for name in names])
     common = (measured - alone).clamp(min=0)
     goes = (goes / alone).masked_fill(alone <= 0, 0.0)
     more = (goes * common / ((1 - goes) * common + alone)).masked_fill(goes <= 0, 0.0)

@@ -107,7 +107,7 @@ class Sayings(Algebra):
             return self.rows.dead(torch.zeros(1, *axis.shape, dtype=torch.float64))
         if telling.silent and not scales and axis.role not in ("scale", "stat"):
             return torch.zeros(1, *axis.shape, dtype=torch.float64)
-        values = axis.slices(self.read(axis.name)).double().cpu().reshape(1, *axis.shape)
+        values = axis.slices(self.read(axis.name)).cpu().double().reshape(1, *axis.shape)
         return self.rows.scale(values) if scales else values
 
     @property
