@@ -12,7 +12,7 @@ from .layout import view_dims
 from .relations import Relations
 from .replay import Replay
 
-_PIECE = 2**20  # elements
+_PIECE = 2**18  # elements
 
 
 def members(axes: list[SourceAxis]) -> list[tuple[str, int]]:
