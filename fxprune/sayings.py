@@ -159,7 +159,7 @@ class Sayings(Algebra):
         return result if zero is None else result.masked_fill(zero, 0.0), border
 
     def meet_scalar(self, operands, function):
-        if function is None or any(x.scalar is None for x in operands):
+        if function is None or self.telling is None or any(x.scalar is None for x in operands):
             return None
         tensors = [torch.full((1,) * len(x.shape), x.scalar, dtype=torch.float64) for x in operands]
         result = function(tensors)
@@ -178,11 +178,9 @@ class Sayings(Algebra):
                 dims = tuple(d for d in dims if d in axis.dims)
             found = laid_over(found, dims, axis.dims)
             zero = found if zero is None else zero | found
-        constant = None
-        if zero is not None:
-            zero = zero.expand(len(zero), *axis.units.shape)
-            constant = _zero_or_nan(zero)
-        return axis.saying(constant, axis.border)
+        if zero is None:
+            return axis.saying(None, axis.border)
+        return axis.saying(_zero_or_nan(zero.expand(len(zero), *axis.units.shape)), axis.border)
 
     def reduced(self, axis: Axis) -> Axis:
         """A reduction over other dimensions keeps a zero; of other constants it is not sure."""
