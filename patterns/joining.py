@@ -13,7 +13,7 @@ from fxprune.registry import register
 def cat(a, call):
     """Along channels: one array after the other. Along another dimension operands share units."""
     parts = [a.channels(v) for v in call.arg(0, "tensors")]
-    parts = [p for p in parts if p.shape != (0,)]
+    parts = [p for p in parts if p.shape != (0,)] or parts[:1]
     dim = call.arg(1, "dim", call.kwargs.get("axis", 0)) % len(parts[0].shape)
     parts = [p for p in parts if p.shape[dim]] or parts[:1]  # an empty one adds nothing
     shape = list(parts[0].shape)

@@ -722,3 +722,15 @@ def test_43_lstm_getitem_linear(settings):
     plan, small = check(net, torch.randn(4, 5, 6, dtype=torch.float64))
     assert small.lstm.hidden_size == 6 and small.lstm.input_size == 5
     assert any(f.name == "lstm-getitem-linear" for f in plan.fusions)
+
+
+def test_a_cat_of_nothing_but_empty_tensors():
+    """As detection puts together what it has found, where it has found nothing."""
+
+    def forward(s, x):
+        y = s.b(torch.sigmoid(s.a(x)))
+        none = torch.cat([y[y > 1e9], y[y > 1e9]])
+        return y, none
+
+    plan, small = check(Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 3)), image())
+    assert small.a.out_channels == 4
