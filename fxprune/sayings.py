@@ -370,7 +370,9 @@ def _called(
         return torch.cat(list(each))
     before = 0 if at is None else sum(d < at for d in dims)
     laid = [shape[d] if d in dims else rows if d == at else 1 for d in rank]
-    result = function([t.movedim(0, before).reshape(laid) for t in arrays]).double()
+    # Copies: the function may write to what it gets, and that may be the model's own tensor.
+    given = [t.movedim(0, before).reshape(laid).clone() for t in arrays]
+    result = function(given).double()
     result = result[tuple([slice(None) if d in dims or d == at else 0 for d in rank])]
     result = result[None] if at is None else result.movedim(before, 0)
     return result.expand(rows, *sizes)

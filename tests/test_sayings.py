@@ -150,3 +150,13 @@ def test_draws_are_followed_only_where_a_norm_could_tell():
 
     net = Net(forward, a=nn.Conv2d(3, 8, 1), norm=nn.BatchNorm2d(8), last=nn.Conv2d(8, 4, 1))
     assert record(awake(net), X).calls_any("norm")
+
+
+@pytest.mark.parametrize("bias", ["expected", "propagate", "drop"])
+def test_functions_that_write_in_place_do_not_write_to_the_models_own_tensors(bias):
+    layers = nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 4, 1)
+    model = awake(nn.Sequential(*layers))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    plan = fxprune.plan(model, X, bias=bias)
+    plan.mask(model), plan.apply(model), fxprune.prune(model, X, bias=bias)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
