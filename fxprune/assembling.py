@@ -45,7 +45,7 @@ def assemble(planner: Planner, replay: Replay) -> PruningPlan:
         _silent=planner.silent,
         _folds=planner.folds,
         _replay=replay,
-        _masked=planner.telling.masked,
+        _telling=planner.telling,
         _budget=planner.budget,
         _example_input=planner.example_input,
         _units=[g.units for g in planner.groups if not g.frozen and g.producers],

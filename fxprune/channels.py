@@ -80,12 +80,12 @@ class SourceAxis:
         back = front.movedim(tuple(range(len(self.dims))), self.dims)
         return back.reshape(self.tensor_shape)
 
+    def labels(self) -> Tensor:
+        return self._labels
+
     @cached_property
     def _labels(self) -> Tensor:
         return torch.arange(self.first, self.first + self.size).reshape(self.shape)
-
-    def labels(self) -> Tensor:
-        return self._labels
 
 
 # Nothing assigns to the fields of the two below; frozen they would take three times as long to
@@ -119,6 +119,13 @@ class Axis:
     def saying(self, constant: Tensor | None, border: bool = False) -> Axis:
         """The same channels with other constants."""
         return Axis(self.dims, self.units, constant, border, self.source, self.blank)
+
+    def says(self, dims: tuple[int, ...]) -> Tensor:
+        """``constant``, behind its rows laid out over ``dims``; NaN where nothing is known."""
+        constant = self.constant
+        if constant is None:
+            return torch.full((1,) * (1 + len(dims)), torch.nan, dtype=torch.float64)
+        return laid_over(constant, self.dims, dims)
 
     def over(self, dims: Iterable[int]) -> Tensor:
         """``units`` over ``dims``, of size 1 where the axis has no such one."""
@@ -194,7 +201,8 @@ def distinct_rows(rows: np.ndarray) -> np.ndarray:
 
 
 def renumbered(numbers: np.ndarray) -> np.ndarray:
-    """Numbers from 0 on without gaps, in their order."""
+    """Numbers from 0 on without gaps, in their order: the inverse that ``np.unique`` finds by
+    sorting."""
     there = np.zeros(int(numbers.max(initial=0)) + 1, dtype=bool)
     there[numbers] = True
     return (np.cumsum(there) - 1)[numbers]

@@ -20,7 +20,7 @@ from .channels import Axis, Channels, SourceAxis
 from .expected import Moments
 from .recording import Trace
 from .relations import Relations
-from .sayings import Demand, Heard, Sayings, Telling, known_or_nan
+from .sayings import Demand, Heard, Sayings, Telling
 from .side_by_side import SideBySide
 
 
@@ -208,4 +208,4 @@ def all_reads(trace: Trace, relations: Relations, *, attention: str) -> Constant
 
 
 def _first_row(axis: Axis) -> Tensor:
-    return known_or_nan(axis, axis.dims)[0].expand(axis.units.shape)
+    return axis.says(axis.dims)[0].expand(axis.units.shape)

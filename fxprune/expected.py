@@ -54,16 +54,6 @@ class Masked:
         """Of a norm's scale (1, ...), which masks set to zero."""
         return torch.zeros_like(values)
 
-    def points(self) -> Tensor | None:
-        """Of one norm, for :meth:`standardised`; None where masks tell all there is."""
-        return None
-
-    def standardised(
-        self, points: Tensor, constant: Tensor, mean: Tensor, deviation: Tensor
-    ) -> Tensor:
-        """Of slices with this mean and this deviation over the data of training."""
-        return constant
-
     def moments(self, constant: Tensor, dead: Tensor) -> Moments | None:
         """Of slices of which some are dead."""
         return None
@@ -88,6 +78,7 @@ class Drawn(Masked):
         return _column(kept, values) * values
 
     def points(self) -> Tensor:
+        """Of one norm, for :meth:`standardised`."""
         points = np.zeros(DRAWS + 2)
         points[1:-1] = self._points[self._order.permutation(DRAWS)]
         return torch.from_numpy(points)
@@ -95,6 +86,7 @@ class Drawn(Masked):
     def standardised(
         self, points: Tensor, constant: Tensor, mean: Tensor, deviation: Tensor
     ) -> Tensor:
+        """Of slices with this mean and this deviation over the data of training."""
         drawn = torch.add(_real(mean), _real(deviation) * _column(points, constant))
         drawn[0] = constant[0]
         return drawn

@@ -127,7 +127,7 @@ def shrink(tensor: Tensor, axes: list[SourceAxis], replay: Replay) -> Tensor:
 
 def _rows_and_columns(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """``x[rows][:, columns]``, so many rows at a time as stay in the cache; all positions at once
-    (``x[rows[:, None], columns]``) take three times as long."""
+    (``x[rows[:, None], columns]``) take longer."""
     small = x.new_empty(len(rows), len(columns), *x.shape[2:])
     several = max(1, _PIECE // max(1, x[0].numel()))
     for some, part in zip(rows.split(several), small.split(several), strict=True):

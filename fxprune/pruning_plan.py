@@ -98,7 +98,7 @@ class PruningPlan:
     _folds: Folds = field(repr=False)  # of the weights that the plan was made with
     _replay: Replay = field(repr=False)
     _units: list[np.ndarray] = field(repr=False)  # of each group that is not frozen
-    _masked: bool = field(repr=False)  # dead units are masked; not: dead as they are
+    _telling: Telling = field(repr=False)  # how dead units said what is folded
     _example_input: Any = field(repr=False)
     _mixes: dict[str, Mix] = field(default_factory=dict, repr=False)  # of a calibration
     target: Reached | None = None
@@ -258,16 +258,18 @@ class PruningPlan:
 
         return drawing.draw(self, path)
 
-    def constants(self, model: nn.Module, *, drawn: bool = False, every: bool = False) -> Constants:
+    def constants(
+        self, model: nn.Module, *, telling: Telling | None = None, every: bool = False
+    ) -> Constants:
         """What ``model``'s removed channels still say.
 
         Args:
-            drawn: what they said over the data of training, too.
+            telling: how they say it; by default as they do when they are masked.
             every: layers that read no dead channel are noted, too.
         """
         return Constants(
             self._trace, self._relations, self._removed, self._silent, model,
-            telling=Telling(masked=self._masked, drawn=drawn), every=every,
+            telling=telling or Telling(masked=self._telling.masked), every=every,
             attention=self.settings.attention,
         )  # fmt: skip
 
@@ -278,7 +280,7 @@ class PruningPlan:
             skip: weights to leave alone.
             mixes: whether those that are calibrated get predictions; a masked model has them.
         """
-        constants = self.constants(model, drawn=self.settings.bias == "expected")
+        constants = self.constants(model, telling=self._telling)
         found = folds(
             constants, self._carriers, self._relations.classes, model,
             bias=self.settings.bias, exact=self.settings.exact, skip=skip or self._mixes,

@@ -173,14 +173,14 @@ class _Recorder(TorchFunctionMode):
             return original(m, *args, **kwargs)
         self.called.add(path)
         if self.is_leaf(m) and m is not self.model:
-            with self._paused():
+            with _Paused(self):
 
                 def run(*args: Any, **kwargs: Any) -> Any:
                     return original(m, *args, **kwargs)
 
                 known = for_module(m) is not None
                 return self._record("call_module", path, run, args, kwargs, known=known)
-        with self._paused():
+        with _Paused(self):
             handed = self.nodes.handed(args), self.nodes.handed(kwargs)
         parent = self.nodes.running[-1] if self.nodes.running else None
         call = ModuleCall(path, parent, self.nodes.count, args=handed[0], kwargs=handed[1])
@@ -191,7 +191,7 @@ class _Recorder(TorchFunctionMode):
         finally:
             self.nodes.running.pop()
         if self.nodes.running:  # the model's own output is the graph's
-            with self._paused():
+            with _Paused(self):
                 call.output = self.nodes.handed(output)
         call.stop = self.nodes.count
         return output
@@ -199,9 +199,6 @@ class _Recorder(TorchFunctionMode):
     def _not_the_models(self) -> bool:
         """Whether a call is covered by a leaf's node, or made by another thread."""
         return self._suspended or threading.get_ident() != self._thread
-
-    def _paused(self) -> _Paused:
-        return _Paused(self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -218,7 +215,7 @@ class _Recorder(TorchFunctionMode):
         if self._not_the_models():
             return run(*args, **kwargs)
         known = for_function(function) is not None
-        with self._paused():
+        with _Paused(self):
             return self._record("call_function", function, run, args, kwargs, known=known)
 
     def _torch_call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -320,8 +317,8 @@ class _Recorder(TorchFunctionMode):
 
 class _Paused:
     """Torch calls inside are not the model's, or are covered by a leaf's node: they need not come
-    by the recorder, unless the model has a mode of its own on top of it. A generator would take
-    three times as long, at every call."""
+    by the recorder, unless the model has a mode of its own on top of it. No generator, which would
+    take longer at every call."""
 
     __slots__ = ("_mode", "_recorder")
 

@@ -182,7 +182,7 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
             change.tensors[dotted(path, attribute)] = rows
     carries = {carry.axis.name: carry for carry in folds.carries}
     mixes = folds.mixes
-    masked = plan._carriers.any() and plan._masked
+    masked = plan._carriers.any() and plan._telling.masked
     masks = keep_masks(plan, folds) if masked else {}
     on_model = plan._trace.on(model)
     for name in sorted(

@@ -215,7 +215,7 @@ class Sayings(Algebra):
                 continue
             value = torch.zeros((1,) * (1 + len(axis.dims)), dtype=torch.float64)
             for other in constant.touching(axis.dims) if constant is not None else ():
-                value = known_or_nan(other, axis.dims)
+                value = other.says(axis.dims)
             value = value.expand(len(value), *axis.units.shape)
             axes.append(axis.saying(self.rows.dead(value)))
         return x.with_axes(axes)
@@ -237,18 +237,14 @@ class Sayings(Algebra):
     def standardised(self, call, y, mean, deviation, variance):
         measured = [a.source.name for a in variance.axes if a.source] if variance else []
         self.norms[call.node] = measured[0] if len(measured) == 1 else None
-        points = self.rows.points()
-        if points is None:
+        if not isinstance(self.rows, Drawn):
             return y
-        axes = []
+        points, axes = self.rows.points(), []
         for axis in y.axes:
             shift, scale = _own(mean, axis, 0.0), _own(deviation, axis, 1.0)
             if shift is not None and scale is not None:
-                said = axis.constant
-                if said is None:
-                    said = torch.full((1, *axis.units.shape), torch.nan, dtype=torch.float64)
-                said = self.rows.standardised(points, said, shift, scale)
-                axis = axis.saying(said, axis.border)
+                drawn = self.rows.standardised(points, axis.says(axis.dims), shift, scale)
+                axis = axis.saying(drawn, axis.border)
             axes.append(axis)
         return y.with_axes(axes)
 
@@ -275,7 +271,7 @@ class Sayings(Algebra):
             reads = weight.source is not None and weight.source.role == "in"
             if weight.source is not None and reads and set(other.dims) <= set(weight.dims):
                 sizes = weight.units.shape
-                constant = known_or_nan(other, weight.dims)
+                constant = other.says(weight.dims)
                 constant = constant.expand(len(constant), *sizes)
                 around = border or ("padding" if other.border else "")
                 arrive = other.over(weight.dims).expand(sizes)
@@ -289,7 +285,7 @@ class Sayings(Algebra):
         """Dead channels of two activations add the product of their constants: it has to be 0; but
         in sums that are dead themselves, as those of a removed head are."""
         dims = tuple(sorted({*left.dims, *right.dims}))
-        a, b = (known_or_nan(axis, dims)[0] for axis in (left, right))
+        a, b = (axis.says(dims)[0] for axis in (left, right))
         over = [i for i, d in enumerate(dims) if d in summed]
         over = over if len(over) < len(dims) else []
         units = left.over(dims), right.over(dims)
@@ -297,19 +293,12 @@ class Sayings(Algebra):
 
     def needs_zero(self, call: Call, x: Channels, dims: Iterable[int]) -> None:
         for axis in x.touching(dims) if self.telling is not None else ():
-            wrong = known_or_nan(axis, axis.dims)[0] != 0
+            wrong = axis.says(axis.dims)[0] != 0
             self.demands.append(Demand(call, axis.units, axis.units, wrong))
 
 
 def _zero_or_nan(zero: Tensor) -> Tensor:
     return torch.zeros(zero.shape, dtype=torch.float64).masked_fill_(~zero, torch.nan)
-
-
-def known_or_nan(axis: Axis, dims: tuple[int, ...]) -> Tensor:
-    """What an axis says, behind its rows laid out over ``dims``; NaN where nothing is known."""
-    if axis.constant is None:
-        return torch.full((1,) * (1 + len(dims)), torch.nan, dtype=torch.float64)
-    return laid_over(axis.constant, axis.dims, dims)
 
 
 def _along(said: Tensor, dims: Sequence[int], axis: Axis) -> Tensor:
@@ -331,7 +320,7 @@ def _laid(x: Channels, axes: Sequence[Axis], dims: tuple[int, ...]) -> Tensor:
     if not axes:
         value = torch.nan if x.scalar is None else x.scalar
         return torch.full((1,) * (1 + len(dims)), value, dtype=torch.float64)
-    values = [known_or_nan(axis, dims) for axis in axes]
+    values = [axis.says(dims) for axis in axes]
     # Of several axes, which only another operand joins: no number but, where all are known, 0.
     return values[0] if len(values) == 1 else 0.0 * sum(values[1:], values[0])
 
@@ -343,7 +332,7 @@ def _own(vector: Channels | None, axis: Axis, absent: float) -> Tensor | None:
     own = vector.touching(axis.dims)
     if len(own) != 1 or own[0].source is None:
         return None
-    found = known_or_nan(own[0], axis.dims)
+    found = own[0].says(axis.dims)
     return found.expand(len(found), *axis.units.shape)
 
 

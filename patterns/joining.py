@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxprune.channels import Axis, Channels, laid_over, remap
+from fxprune.channels import Axis, Channels, remap
 from fxprune.layout import broadcast_shape
 from fxprune.registry import register
 
@@ -13,7 +13,7 @@ from fxprune.registry import register
 def cat(a, call):
     """Along channels: one array after the other. Along another dimension operands share units."""
     parts = [a.channels(v) for v in call.arg(0, "tensors")]
-    parts = [p for p in parts if p.shape != (0,)] or parts[:1]
+    parts = [p for p in parts if p.shape != (0,)] or parts[:1]  # which go with any shape
     dim = call.arg(1, "dim", call.kwargs.get("axis", 0)) % len(parts[0].shape)
     parts = [p for p in parts if p.shape[dim]] or parts[:1]  # an empty one adds nothing
     shape = list(parts[0].shape)
@@ -62,10 +62,11 @@ def end_to_end(a, call, parts, dim):
 
 def constants(axis, sizes, dims, mixed):
     """What a part says over ``dims``, of these sizes; none but 0 where zeros stand around it."""
-    if axis is None or axis.constant is None:
+    if axis is None:
         return torch.full((1, *sizes), torch.nan, dtype=torch.float64)
-    said = laid_over(axis.constant, axis.dims, dims)
-    said = torch.where(said == 0, 0.0, torch.nan) if mixed and axis.border else said
+    said = axis.says(dims)
+    if mixed and axis.border:
+        said = torch.where(said == 0, 0.0, torch.nan)
     return said.expand(len(said), *sizes)
 
 
@@ -96,7 +97,6 @@ def with_dim(x, dim):
     axes = []
     for axis in x.axes:
         dims = tuple(sorted((*axis.dims, dim)))
-        constant = axis.constant
-        constant = None if constant is None else laid_over(constant, axis.dims, dims)
+        constant = None if axis.constant is None else axis.says(dims)
         axes.append(Axis(dims, axis.over(dims), constant, axis.border))
     return Channels(x.shape, tuple(axes))

@@ -36,7 +36,7 @@ def as_json(plan: Any, *, with_example: bool = True) -> dict[str, Any]:
         "bias": settings.bias,
         "exact": settings.exact,
         "outputs": None if settings.outputs is None else list(settings.outputs),
-        "masked": plan._masked,
+        "masked": plan._telling.masked,
         "dtype": main_dtype(plan._trace.model),
         "example": example.as_json(plan._example_input) if with_example else None,
         "axes": axes,
