@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from .algebra import Algebra
 from .call import Call
 from .channels import Axis, Channels, SourceAxis
-from .faults import Fault, WrongOrder
+from .faults import AtNode, WrongOrder
 from .recording import Trace
 from .relations import Relations
 
@@ -70,7 +70,7 @@ class Orders(Algebra):
         self._relations = relations
         self.before = relations.values
         self.decisions = relations.decisions
-        self.faults: list[Fault] = []
+        self.found: dict[fx.Node, list[AtNode]] = {}  # what is wrong at each node
         self._kept = torch.from_numpy(kept[relations.classes])  # by label
         self._pinned: set[int] = set()  # parameters whose order is settled, by first label
         self._moved = set(self._orders)  # those whose slices do not stand as they stood
@@ -123,6 +123,9 @@ class Orders(Algebra):
                 return rows.reshape(shape).movedim(-1, d)
         raise Mismatch(units, "what is left of them would not be a rectangle", None)
 
+    def blame(self, fault: AtNode) -> None:
+        self.found.setdefault(fault.node, []).append(fault)
+
     def units_around(self, node: fx.Node) -> np.ndarray:
         """Units of a call's result and inputs, and of the tensors its sizes are computed from."""
         raise NotImplementedError
@@ -131,7 +134,7 @@ class Orders(Algebra):
         takes = self._out_of_order(call.node, result)
         if not takes:
             return result
-        self.faults.append(WrongOrder(self.units_around(call.node), call.node, takes))
+        self.blame(WrongOrder(self.units_around(call.node), call.node, takes))
         new = dict(takes)
         axes = [
             replace(a, units=a.units[new[a.dims[0]]], source=None) if a.dims[0] in new else a

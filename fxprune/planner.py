@@ -237,7 +237,7 @@ class Planner:
         try:
             replay = self._replay()
             while self._set_attributes(replay):
-                replay = self._replay()
+                replay = self._replay(replay)
         except Mismatch as mismatch:
             self._freeze(mismatch.units, mismatch.reason, mismatch.where, mismatch.line)
             return None
@@ -365,18 +365,20 @@ class Planner:
                 spared = True
         return spared
 
-    def _replay(self) -> Replay:
+    def _replay(self, before: Replay | None = None) -> Replay:
         """The trace at the chosen widths, with channels in an order that fits: producers make them
-        so, or the code that moves them (a channel shuffle) has its result put in order."""
+        so, or the code that moves them (a channel shuffle) has its result put in order. ``before``
+        is one that the attributes set since are all that is new for."""
         while True:
-            replay = Replay(
+            replay = before or Replay(
                 self.trace, self.relations, ~self.removed | self.carriers, self.attributes,
                 self.orders, self.straighten, attention=self.settings.attention,
             )  # fmt: skip
             try:
-                replay.run()
+                replay.run() if before is None else replay.resume(self.attributes)
                 return replay
             except Mismatch as mismatch:
+                before = None
                 if mismatch.reorder is not None and mismatch.reorder[0] not in self.orders:
                     first, order = mismatch.reorder
                     self.orders[first] = order
@@ -393,7 +395,7 @@ class Planner:
         """New code where the model's own would do wrong; False where that cannot be, and what asked
         for it was frozen."""
         by_call: dict[int, list[Fault]] = {}
-        for fault in replay.faults:
+        for fault in replay.faults():
             by_call.setdefault(fault.call, []).append(fault)
         for index, faults in by_call.items():
             try:
@@ -407,7 +409,7 @@ class Planner:
     def _set_attributes(self, replay: Replay) -> bool:
         """Whether some attribute is to have a new value, on which all its uses agree so far."""
         wanted: dict[tuple[str, int | None], set[Any]] = {}
-        for fault in replay.faults:
+        for fault in replay.faults():
             for name, index, value in fault.proposals():
                 wanted.setdefault((name, index), set()).add(value)
                 if fault.units.size:

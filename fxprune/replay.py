@@ -8,7 +8,7 @@ code has to compute, and those that it will compute, come out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from . import registry, sizes
 from .call import Call, Named, Roles
 from .channels import Axis, Channels, SourceAxis
-from .faults import WrongAnswer, WrongSize, same_sizes
+from .faults import Fault, WrongAnswer, WrongSize, same_sizes
 from .layout import broadcast_shape, view_dims
 from .orders import Mismatch, Orders, matching
 from .recording import Trace
@@ -122,13 +122,45 @@ class Replay(Orders):
     def run(self) -> None:
         super().run()
         self._tied_sizes()
+
+    def resume(self, attributes: dict[str, Any]) -> None:
+        """Go on with other attributes: calls that read them, or what others make of them, are
+        looked at again, and no others."""
+        self.attributes = attributes
+        changed: set[fx.Node] = set()
+        with torch.no_grad():
+            for node in self.trace.graph.nodes:
+                if node.op == "get_attr":
+                    value = self._attribute(node)
+                elif node.op != "output" and not changed.isdisjoint(node.all_input_nodes):
+                    value = self._visit_again(node)
+                else:
+                    continue
+                if not _same(self.values[node], value):
+                    self.values[node] = value
+                    changed.add(node)
+
+    def _visit_again(self, node: fx.Node) -> Any:
+        beneath = node.meta.get("aten")
+        for each in (node, *(() if beneath is None else beneath.nodes)):
+            self._asked.pop(each, None)
+        self.found.pop(node, None)
+        self._disturbed.discard(node)
+        return self._visit(node)
+
+    def faults(self) -> list[Fault]:
+        """What the model's own code would do wrongly, in the order of the trace."""
+        at_nodes = [fault for node in self.trace.graph.nodes for fault in self.found.get(node, ())]
+        return [*at_nodes, *self._wrong_answers()]
+
+    def _wrong_answers(self) -> Iterator[WrongAnswer]:
         for index, call in enumerate(self.trace.calls):
             for question in {q.key: q for q in call.questions}.values():
                 operands = tuple(map(self.at_new_widths, question.operands))
                 now = question.function(*operands)
                 if now != question.answer:
                     units = self._units_of_numbers(question.operands)
-                    self.faults.append(WrongAnswer(units, question, index, now, operands))
+                    yield WrongAnswer(units, question, index, now, operands)
 
     def at_new_widths(self, number: Any) -> Any:
         """What a traced number comes to."""
@@ -168,8 +200,7 @@ class Replay(Orders):
             computed = call.args[position] if given else call.kwargs.get(name)
             if not same_sizes(computed, needed):
                 units = self.units_around(call.node)
-                size = WrongSize(units, call.node, (position, name), computed, needed, instead)
-                self.faults.append(size)
+                self.blame(WrongSize(units, call.node, (position, name), computed, needed, instead))
             if given:
                 call.args = (*call.args[:position], needed, *call.args[position + 1 :])
             else:
@@ -206,7 +237,7 @@ class Replay(Orders):
             if isinstance(old, (int, float)) and call.args[position] != old:
                 units = self.units_around(call.node)
                 computed = call.args[position]
-                self.faults.append(WrongSize(units, call.node, (position, ""), computed, old))
+                self.blame(WrongSize(units, call.node, (position, ""), computed, old))
 
     def units_around(self, node: fx.Node) -> np.ndarray:
         """Units of a call's result and inputs, and of the tensors its sizes are computed from."""
@@ -446,3 +477,18 @@ class Replay(Orders):
         if not torch.equal(known, new):
             raise Mismatch(units, f"{index.name} indexes two different sets of channels", call)
         return new
+
+
+def _same(before: Any, after: Any) -> bool:
+    """Whether a value is the one that it was: for tensors, whether their channels are."""
+    if isinstance(before, (tuple, list)):
+        alike = isinstance(after, (tuple, list)) and len(before) == len(after)
+        return alike and all(map(_same, before, after))
+    if isinstance(before, Channels):
+        return (
+            isinstance(after, Channels)
+            and (before.shape, before.scalar) == (after.shape, after.scalar)
+            and [a.dims for a in before.axes] == [a.dims for a in after.axes]
+            and all(torch.equal(a.units, b.units) for a, b in zip(before.axes, after.axes))
+        )
+    return type(before) is type(after) and before == after
