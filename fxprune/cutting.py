@@ -93,7 +93,7 @@ def cut(pattern: Pattern, module: nn.Module, example_input: Any) -> Iterator[Cla
             yield from _compare(pattern, chosen, module, example_input, "channels inside")
         return
     args, kwargs = bind_inputs(example_input)
-    tensors = list(tree.tensors((args, kwargs)))
+    tensors = tree.tensors((args, kwargs))
     with torch.no_grad(), evaluating(module):
         results = floats(module(*args, **kwargs))
     names = [*(argument_names(type(module)) or [])[: len(args)], *kwargs]

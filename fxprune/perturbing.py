@@ -59,7 +59,7 @@ class Perturbing:
             own = {k.removeprefix(f"{self.path}."): t for k, t in replaced.items()
                    if isinstance(k, str)}  # fmt: skip
             value = run_node(self.node, self.module, args, kwargs, own)
-        return list(tree.tensors(value))
+        return tree.tensors(value)
 
     def claims(self) -> Iterator[Claim]:
         nothing = self._nothing()

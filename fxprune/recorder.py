@@ -280,7 +280,7 @@ class _Recorder(TorchFunctionMode):
                 value = run(*args, **kwargs)
         changed = [t for t, version in before if t._version != version]
         setitem = op_name(target) == "setitem"
-        if not changed and not any(True for _ in tree.tensors(value)):
+        if not changed and not tree.tensors(value):
             if op_name(target) in _READS_DATA:
                 for i in self.nodes.running:
                     self.calls[i].reads_data = True

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+# Numbers among them: a traced one remembers where it came from.
+_WITHOUT = (int, float, str, type(None), type, torch.nn.Module)
 
-def tensors(value: Any, _seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+
+def tensors(value: Any) -> list[torch.Tensor]:
     """Every tensor inside ``value``, in a fixed order; plain objects are searched by attribute."""
-    seen = set() if _seen is None else _seen
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if id(value) in seen or isinstance(value, (torch.nn.Module, type)):
-        return
-    seen.add(id(value))
-    for child in _children(value):
-        yield from tensors(child, seen)
+    found = []
+    seen = set()
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif not isinstance(value, _WITHOUT) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += reversed(_children(value))
+    return found
 
 
 def _children(value: Any) -> list[Any]:

@@ -64,7 +64,7 @@ class Batches:
         empty = True
         for batch in itertools.islice(self._given, self._limit):
             empty = False
-            found = list(tree.tensors(dict(batch) if hasattr(batch, "keys") else batch))
+            found = tree.tensors(dict(batch) if hasattr(batch, "keys") else batch)
             if found and not any(t.numel() for t in found):
                 raise InputError(f"{self._name}: a batch, {describe(batch)}, holds no sample")
             yield batch

@@ -137,7 +137,7 @@ class Run(fx.Interpreter):
         super().__init__(module)
         args, kwargs = bind_inputs(batch)
         self.args_iter = _taken([*args, *kwargs.values()])
-        first = next(tree.tensors((args, kwargs)), None)
+        first = next(iter(tree.tensors((args, kwargs))), None)
         self.inputs = 1 if first is None or not first.dim() else first.shape[0]
 
     def step(self, node: fx.Node, result: Any = None) -> Any:
