@@ -41,9 +41,10 @@ from pruners import PEERS, pruner
 from rich.markup import escape
 from rich.table import Table
 from torch import nn
-from zoo import FAMILIES
+from zoo import family_of
 
 import fxprune
+from fxprune import tree
 from fxprune.benchmarking import MODES
 from fxprune.running import outputs
 
@@ -86,13 +87,14 @@ class Row:
 class Models:
     """Models as they are and pruned; the last is kept, since neighbours in the table share it."""
 
-    def __init__(self, family: str, sparsity: float) -> None:
-        self.zoo, self.sparsity = FAMILIES[family], sparsity
+    def __init__(self, sparsity: float) -> None:
+        self.sparsity = sparsity
         self._made: tuple[Any, Any] = (None, None)
 
-    def input(self, name: str, batch: int) -> torch.Tensor:
-        x = self.zoo.example(name)
-        return x.expand(batch, *x.shape[1:]).contiguous()
+    def input(self, name: str, batch: int) -> Any:
+        return tree.map_tensors(
+            family_of(name).example(name), lambda t: t.expand(batch, *t.shape[1:]).contiguous()
+        )
 
     def pair(self, name: str, by: str, round_to: int) -> tuple[nn.Module, nn.Module]:
         key = name, by, round_to
@@ -102,7 +104,8 @@ class Models:
 
     def _make(self, name: str, by: str, round_to: int) -> tuple[nn.Module, nn.Module]:
         torch.manual_seed(0)
-        model, x = self.zoo.build(name).eval(), self.zoo.example(name)
+        zoo = family_of(name)
+        model, x = zoo.build(name).eval(), zoo.example(name)
         small = pruner(by)(copy.deepcopy(model), x, sparsity=self.sparsity, round_to=round_to)
         outputs(small, x)  # raises where the pruned model does not run
         return model, small
@@ -211,7 +214,7 @@ def options() -> Any:
     parser = arguments(__doc__)
     many = {"nargs": "+"}
     parser.add_argument("--models", **many, default=["resnet18", "mobilenet_v3_large"],
-                        metavar="NAME", help="of torchvision")  # fmt: skip
+                        metavar="NAME", help="of any library of zoo.py")  # fmt: skip
     parser.add_argument("--mode", **many, default=["eager"], choices=MODES)
     parser.add_argument("--dtype", **many, default=["float32"], choices=DTYPES)
     parser.add_argument("--layout", **many, default=["contiguous"], choices=LAYOUTS)
@@ -240,8 +243,8 @@ def options() -> Any:
 def main() -> int:
     given, console = options(), terminal()
     warnings.simplefilter("ignore")
-    where = machine("torchvision", *given.peer)
-    models = Models("torchvision", given.sparsity)
+    where = machine("torchvision", "transformers", *given.peer)
+    models = Models(given.sparsity)
     settings = [
         Setting(*one) for one in itertools.product(
             given.models, ("fxprune", *given.peer), given.round_to, given.mode, given.dtype,

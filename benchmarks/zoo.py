@@ -161,6 +161,10 @@ HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any], str]] = {
              {"vocab_size": 100, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 128,
               "n_positions": 64, "bos_token_id": 0, "eos_token_id": 1}, "text"),
     "llama": ("LlamaForCausalLM", "LlamaConfig", TEXT | {"num_key_value_heads": 2}, "text"),
+    "llama_small": ("LlamaForCausalLM", "LlamaConfig",
+                    {"vocab_size": 8000, "hidden_size": 512, "num_hidden_layers": 8,
+                     "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 1408,
+                     "max_position_embeddings": 256}, "page"),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", TEXT | {"num_key_value_heads": 2}, "text"),
     "mistral": ("MistralForCausalLM", "MistralConfig", TEXT | {"num_key_value_heads": 2}, "text"),
     "t5": ("T5ForConditionalGeneration", "T5Config",
@@ -191,10 +195,10 @@ HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any], str]] = {
 
 
 class HuggingFace(Zoo):
-    """Tiny configurations of ``transformers``."""
+    """Tiny configurations of ``transformers``, and by name one that is large enough to time."""
 
     def names(self, everything: bool) -> list[str]:
-        return list(HUGGING_FACE)
+        return [n for n in HUGGING_FACE if everything or n != "llama_small"]
 
     def build(self, name: str) -> nn.Module:
         import transformers
@@ -205,9 +209,11 @@ class HuggingFace(Zoo):
     def example(self, name: str, seed: int = 0) -> Any:
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(2, 100, (1, 12), generator=generator)
+        page = torch.randint(2, 8000, (1, 128), generator=generator)
         image = spots(1, 3, 32, 32, seed=seed)
         return {
-            "text": {"input_ids": ids}, "both": {"input_ids": ids, "decoder_input_ids": ids[:, :7]},
+            "text": {"input_ids": ids}, "page": {"input_ids": page},
+            "both": {"input_ids": ids, "decoder_input_ids": ids[:, :7]},
             "image": {"pixel_values": image},
             "clip": {"input_ids": ids, "pixel_values": image},
             "audio": {"input_features": spots(1, 1, 16, 64, seed=seed)[0],
@@ -258,3 +264,11 @@ class Packages(Zoo):
 FAMILIES: dict[str, Zoo] = {"torchvision": Torchvision(), "timm": Timm(),
                             "transformers": HuggingFace(),
                             "constructs": Constructs(), "packages": Packages()}  # fmt: skip
+
+
+def family_of(name: str) -> Zoo:
+    """The first library that has a model of this name."""
+    for family in FAMILIES.values():
+        if name in family.every():
+            return family
+    raise KeyError(name)
