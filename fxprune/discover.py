@@ -28,6 +28,7 @@ from .channels import (
     renumbered,
     varying,
 )
+from .fixed import fixed_tensors
 from .recording import Trace
 from .relations import Bin, Note, Product, Relations
 from .sayings import Sayings, Telling
@@ -99,8 +100,7 @@ class Discover(Sayings):
 
     def run(self) -> None:
         super().run()
-        for node, word, line in self.trace.escapes:
-            reason = f"its values leave PyTorch through {word}"
+        for node, reason, line in self.trace.kept_whole:
             for item in leaves(self.values[node]):
                 for axis in self.channels(item).axes:
                     self.freeze(axis, reason, None, line)
@@ -399,6 +399,7 @@ class Discover(Sayings):
         buffers = {name for name, _ in self.trace.model.named_buffers()}
         # A layer whose heads are shared can shrink, a table of frequencies is only read.
         made = {s.name for s in self.sources if s.role == "out"} - buffers
+        made -= fixed_tensors(self.modules).keys()
         found: set[str] = set()
         for rectangle in self._rectangles.values():
             classes = distinct(relations.classes[rectangle.units.numpy()])

@@ -14,6 +14,7 @@ class Mask(nn.Module):
     """Parametrization: zero where ``keep`` is False. Masked entries get no gradient."""
 
     keep: Tensor
+    was = ""  # "attribute" or "not persistent": what a tensor was that is a buffer beneath the mask
 
     def __init__(self, keep: Tensor) -> None:
         super().__init__()
@@ -75,7 +76,12 @@ def take_off(module: nn.Module, name: str, *, others: bool = True) -> None:
     chain = parametrizations(module)[name]
     alone = len(masks_on(module, name)) == len(chain)
     if alone or (others and not _can_make(module, name)):
+        was = masks_on(module, name)[0].was
         parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+        if was == "attribute":
+            vars(module)[name] = module._buffers.pop(name)
+        elif was:
+            module._non_persistent_buffers_set.add(name)
         return
     masked = getattr(module, name).detach()
     for i in reversed(range(len(chain))):
@@ -105,8 +111,14 @@ def put_on(module: nn.Module, name: str, keep: Tensor) -> None:
     for mask in masks_on(module, name):
         mask.keep = mask.keep & keep.to(mask.keep.device)
         return
+    mask = Mask(keep)
+    if name in vars(module):  # PyTorch takes parameters and buffers only
+        mask.was = "attribute"
+        module.register_buffer(name, vars(module).pop(name))
+    elif name in module._non_persistent_buffers_set:
+        mask.was = "not persistent"
     # A mask changes neither shape nor type: PyTorch need not run it to see.
-    parametrize.register_parametrization(module, name, Mask(keep), unsafe=True)
+    parametrize.register_parametrization(module, name, mask, unsafe=True)
     _complete_class(module)
 
 

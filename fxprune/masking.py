@@ -10,9 +10,10 @@ from torch.nn.utils import parametrize
 
 from .channels import SourceAxis
 from .errors import PlanError
+from .fixed import fixed_tensors
 from .fold import Folds, Shift, mixed
 from .mask import bake, beneath, masked_names, own_class, parametrizations, put_on
-from .running import copy_model, read_attribute
+from .running import copy_model, modules_of, read_attribute
 
 
 def mask(plan: Any, model: nn.Module) -> nn.Module:
@@ -112,6 +113,9 @@ def add_shift(model: nn.Module, shift: Shift) -> None:
 def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     """For each tensor of the model, all modules that hold it: a tied one is masked in each."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for name, fixed in fixed_tensors(modules_of(model)).items():
+        path, _, key = name.rpartition(".")
+        owners.setdefault(id(fixed), []).append((model.get_submodule(path), key))
     for module in model.modules():
         if isinstance(module, parametrize.ParametrizationList):
             continue  # what it holds is beneath a tensor of its module

@@ -11,6 +11,7 @@ import inspect
 import operator
 import sys
 import weakref
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from . import sizes, tree
 from .errors import ModelError
+from .fixed import fixed_tensors
 from .recording import after_write
 from .running import named_tensors, read_attribute
 from .spec import BASIC, spec
@@ -41,9 +43,11 @@ class Nodes:
         self.graph = fx.Graph()
         self.count = 0
         self.running: list[int] = []  # the calls of modules at work, the outermost first
-        self.named = {id(t): name for name, t in named_tensors(modules)}
+        tensors = [*reversed(fixed_tensors(modules).items()), *named_tensors(modules)]
+        self.named = {id(t): name for name, t in tensors}
+        self._tensors = [t for _, t in tensors]
         self.constants: dict[str, Any] = {}
-        self.escapes: list[tuple[fx.Node, str, str]] = []
+        self.kept_whole: list[tuple[fx.Node, str, str]] = []
         self._handing = False
         # id of a live tensor -> (weak reference, node, path of keys into the node's result)
         self._known: dict[int, tuple[weakref.ref, fx.Node, tuple[Any, ...]]] = {}
@@ -113,9 +117,12 @@ class Nodes:
         # An object of the model's own. Where it is handed to code that is recorded too, its tensors
         # are known when they come back; elsewhere they go where no rule can follow.
         for inside in () if self._handing else tree.tensors(value):
-            node = self.tensor(inside)
-            self.escapes.append((node, f"a {type(value).__name__}", where()))
+            self.escapes(inside, f"a {type(value).__name__}")
         return self._constant(value, "object")
+
+    def escapes(self, value: torch.Tensor, to: str) -> None:
+        reason = f"its values leave PyTorch through {to}"
+        self.kept_whole.append((self.tensor(value), reason, where()))
 
     def handed(self, value: Any) -> Any:
         """``value`` from one module of the model to another."""
@@ -208,9 +215,18 @@ class Nodes:
             self._memo[key] = self.add(self._get_attr(origin.name), value)
         return self.graph.call_function(operator.getitem, (self._memo[key], origin.index))
 
+    @cached_property
+    def _stored(self) -> dict[int, torch.Tensor]:
+        """The model's own tensors by their memory."""
+        dense = (t for t in self._tensors if t.layout == torch.strided)
+        return {t.untyped_storage()._cdata: t for t in dense}
+
     def changed_in_place(self, changed: torch.Tensor, node: fx.Node, result: Any) -> None:
         """Other live tensors on the memory that ``node`` wrote to are new values from here on."""
         storage = changed.untyped_storage()._cdata
+        if storage in self._stored:  # a mask would hand out another tensor each time
+            own = self._stored[storage]
+            self.kept_whole.append((self.tensor(own), "the model writes to it as it runs", where()))
         for key, (reference, before, path) in list(self._known.items()):
             other = reference()
             if other is None:

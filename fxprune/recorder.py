@@ -121,7 +121,7 @@ def record(
         nodes.constants,
         recorder.called,
         nodes.named,
-        nodes.escapes,
+        nodes.kept_whole,
     )
 
 
@@ -284,8 +284,8 @@ class _Recorder(TorchFunctionMode):
             if op_name(target) in _READS_DATA:
                 for i in self.nodes.running:
                     self.calls[i].reads_data = True
-                nodes = [self.nodes.tensor(t) for t, _ in before]
-                self.nodes.escapes += [(node, op_name(target), where()) for node in nodes]
+                for t, _ in before:
+                    self.nodes.escapes(t, op_name(target))
             return value  # a number, a flag, nothing: not part of the data flow
         if setitem:
             target = set_item

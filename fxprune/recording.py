@@ -40,7 +40,7 @@ class Trace:
     constants: dict[str, Any]
     called: set[str]  # paths of all modules that ran
     names: dict[int, str]  # id of a parameter or buffer -> its name in the model
-    escapes: list[tuple[fx.Node, str, str]]  # (tensor, what read its values, where) by Python
+    kept_whole: list[tuple[fx.Node, str, str]]  # (tensor, why nothing of it can go, where)
     # Tensors of leaf modules as values of the algebra, as far as they have been asked for.
     members: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)
     _tensor_names: dict[str, list[str]] = field(default_factory=dict, repr=False)
@@ -92,7 +92,7 @@ class Trace:
 
     def on(self, model: nn.Module) -> Trace:
         """The same run, with the tensors of another model of its kind."""
-        return replace(self, model=model, escapes=[])
+        return replace(self, model=model, kept_whole=[])
 
     def graph_module(self) -> fx.GraphModule:
         """The trace as a module of its own that shares the model's parameters."""

@@ -489,6 +489,8 @@ def _same(before: Any, after: Any) -> bool:
             isinstance(after, Channels)
             and (before.shape, before.scalar) == (after.shape, after.scalar)
             and [a.dims for a in before.axes] == [a.dims for a in after.axes]
-            and all(torch.equal(a.units, b.units) for a, b in zip(before.axes, after.axes))
+            and all(
+                torch.equal(a.units, b.units) for a, b in zip(before.axes, after.axes, strict=True)
+            )
         )
     return type(before) is type(after) and before == after

@@ -171,10 +171,11 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
         # Parameters, buffers, children and hooks are in dictionaries of their own.
         for space in (vars(m), *(v for v in vars(m).values() if isinstance(v, dict)))
     ]
-    # Some models count calls or keep caches in their buffers even in eval mode.
+    # Some models count calls or keep caches in their buffers, or attributes, even in eval mode.
+    stored = (t for m in modules for t in (*m._buffers.values(), *vars(m).values()))
     buffers = [
         (b, _version(b), b.detach().clone())
-        for b in {id(b): b for m in modules for b in m._buffers.values() if b is not None}.values()
+        for b in {id(t): t for t in stored if isinstance(t, Tensor) and t.is_leaf}.values()
     ]
     parameters = (p for m in modules for p in m._parameters.values() if p is not None)
     devices = {p.device.index for p in parameters if p.device.type == "cuda"}

@@ -9,13 +9,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..fixed import fixed_tensors
 from ..mask import Mask, parametrizations
-from ..running import dotted
+from ..running import dotted, modules_of
 
 
 @dataclass(frozen=True)
 class Place:
-    """One entry of a module's parameters or buffers."""
+    """One entry of a module's parameters, buffers or attributes."""
 
     space: dict[str, Tensor | None]
     key: str
@@ -50,6 +51,10 @@ def places(model: nn.Module) -> dict[str, Place]:
                     name = _without(path)
                 persistent = key not in module._non_persistent_buffers_set
                 found[name] = Place(space, key, persistent)
+    modules = modules_of(model)
+    for name in fixed_tensors(modules):
+        path, _, key = name.rpartition(".")
+        found[name] = Place(vars(modules[path]), key, False)
     return found
 
 
