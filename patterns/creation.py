@@ -24,9 +24,9 @@ def filled(first, value_at):
         return with_sizes(call, new.result, first, "size")
 
     def rule(a, call):
-        """y[…] = v: all slices are alike, and as many as what they meet."""
+        """y[…] = v: all slices are alike (or drawn alike), and as many as what they meet."""
         word = call.word.removeprefix("new_")
-        value = {"zeros": 0.0, "ones": 1.0, "empty": None}.get(word, 0.0)
+        value = {"zeros": 0.0, "ones": 1.0}.get(word)
         if value_at is not None:
             value = call.arg(value_at, "fill_value")
         return a.blank(call, value if isinstance(value, (bool, int, float)) else None)
@@ -35,7 +35,7 @@ def filled(first, value_at):
 
 
 for names, first, value_at in (
-    (("zeros", "ones", "empty"), 0, None),
+    (("zeros", "ones", "empty", "rand", "randn"), 0, None),
     (("new_zeros", "new_ones", "new_empty"), 1, None),
     (("full",), 0, 1),
     (("new_full",), 1, 2),
@@ -44,7 +44,7 @@ for names, first, value_at in (
     register(*names, resize=sizes, rule=rule)
 
 
-@register("new_tensor", "rand", "randn", "arange", "tensor", "as_tensor", "linspace", "eye")
+@register("new_tensor", "arange", "tensor", "as_tensor", "linspace", "eye")
 def fresh(a, call):
     """A tensor of its own: only the type and device of x matter."""
     return a.rigid_result(call)

@@ -31,13 +31,27 @@ def autoencoder(s, x):
     return s.b(mean + deviation * torch.randn_like(deviation))
 
 
+def dropped_by_shape(s, x):
+    y = F.silu(s.a(x))
+    return s.b(y * (torch.rand(y.shape, dtype=y.dtype) > 0.3))
+
+
+def noise_of_stated_sizes(s, x):
+    y = F.silu(s.a(x))
+    noise = torch.randn(x.shape[0], 8, dtype=x.dtype)
+    return s.b(s.mean(y) + s.deviation(y).exp() * noise)
+
+
+RANDOM = [always_dropped, dropped_by_hand, autoencoder, dropped_by_shape, noise_of_stated_sizes]
+
+
 def net(forward):
     torch.manual_seed(0)
     layers = {k: nn.Linear(8, 8) for k in ("mean", "deviation")}
     return awake(Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 3), **layers))
 
 
-@pytest.mark.parametrize("forward", [always_dropped, dropped_by_hand, autoencoder])
+@pytest.mark.parametrize("forward", RANDOM)
 def test_a_model_that_draws_for_each_channel_is_compared_by_the_mean_of_what_it_draws(forward):
     model = net(forward)
     with pytest.warns(fxprune.PruningWarning, match="draws random numbers as it runs"):
@@ -45,7 +59,7 @@ def test_a_model_that_draws_for_each_channel_is_compared_by_the_mean_of_what_it_
     assert small.a.out_features == 4 and small.b.in_features == 4
 
 
-@pytest.mark.parametrize("forward", [always_dropped, dropped_by_hand, autoencoder])
+@pytest.mark.parametrize("forward", RANDOM)
 def test_a_difference_that_is_no_chance_is_still_found(forward):
     model = net(forward)
     plan = fxprune.plan(model, X)
