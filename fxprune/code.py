@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from . import sizes, tree
+from .answers import at_new_widths
 from .errors import PruningError
 from .faults import Fault, WrongOrder, WrongSize, same_sizes
 from .flags import read_training, training_argument
@@ -281,9 +282,8 @@ class _Body:
         """What the code asked of sizes has to have the same answer; where the new widths give
         another one, the code's way is the one that was recorded."""
         for question in {q.key: q for q in self.call.questions}.values():
-            if question.function(*map(self.replay.at_new_widths, question.operands)) == (
-                question.answer
-            ):
+            told = [at_new_widths(self.replay, operand) for operand in question.operands]
+            if question.function(*told) == question.answer:
                 operands = tuple(map(self._number, question.operands))
                 value = self.graph.call_function(question.function, operands)
                 self.graph.call_function(expect_answer, (value, question.answer, str(question)))

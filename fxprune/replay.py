@@ -8,7 +8,7 @@ code has to compute, and those that it will compute, come out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from . import registry, sizes
+from . import registry
+from .answers import wrong_answers
 from .call import Call, Named, Roles
 from .channels import Axis, Channels, SourceAxis
-from .faults import Fault, WrongAnswer, WrongSize, same_sizes
+from .faults import Fault, WrongSize, same_sizes
 from .layout import broadcast_shape, view_dims
 from .orders import Mismatch, Orders, matching
 from .recording import Trace
@@ -111,10 +112,10 @@ class Replay(Orders):
         return node.target(*args) if callable(node.target) else node.meta["spec"]
 
     def _attribute(self, node: fx.Node) -> Any:
-        new = self._new_attribute(str(node.target))
+        new = self.new_attribute(str(node.target))
         return super()._attribute(node) if new is None else new
 
-    def _new_attribute(self, name: str) -> Any:
+    def new_attribute(self, name: str) -> Any:
         """An attribute's new value, or None where it keeps the one it has."""
         path, _, key = name.rpartition(".")
         return self.attributes.get(name, self.module_sizes.get(path, {}).get(key))
@@ -151,42 +152,7 @@ class Replay(Orders):
     def faults(self) -> list[Fault]:
         """What the model's own code would do wrongly, in the order of the trace."""
         at_nodes = [fault for node in self.trace.graph.nodes for fault in self.found.get(node, ())]
-        return [*at_nodes, *self._wrong_answers()]
-
-    def _wrong_answers(self) -> Iterator[WrongAnswer]:
-        for index, call in enumerate(self.trace.calls):
-            for question in {q.key: q for q in call.questions}.values():
-                operands = tuple(map(self.at_new_widths, question.operands))
-                now = question.function(*operands)
-                if now != question.answer:
-                    units = self._units_of_numbers(question.operands)
-                    yield WrongAnswer(units, question, index, now, operands)
-
-    def at_new_widths(self, number: Any) -> Any:
-        """What a traced number comes to."""
-        origin = getattr(number, "origin", None)
-        if isinstance(origin, sizes.Dimension):
-            value = self.values[origin.source]
-            return (value.shape if isinstance(value, Channels) else self.tensor_shape(value))[
-                origin.dim
-            ]
-        if isinstance(origin, sizes.Operation):
-            return origin.function(*map(self.at_new_widths, origin.operands))
-        if isinstance(origin, sizes.Attribute):
-            new = self._new_attribute(origin.name)
-            if new is not None:
-                return new if origin.index is None else new[origin.index]
-        return sizes.plain(number)
-
-    def _units_of_numbers(self, numbers: Iterable[Any]) -> np.ndarray:
-        """Units of the axes whose sizes traced numbers are computed from."""
-        units = [np.zeros(0, dtype=np.int64)]
-        for origin in (o for number in numbers for o in sizes.origins(number)):
-            if isinstance(origin, sizes.Dimension):
-                value = self.before[origin.source]
-                axis = value.axis(origin.dim) if isinstance(value, Channels) else None
-                units += [] if axis is None else [axis.units.reshape(-1).numpy()]
-        return np.concatenate(units)
+        return [*at_nodes, *wrong_answers(self)]
 
     def resize(self, call: Call) -> None:
         new = NewSizes(self, call.node)

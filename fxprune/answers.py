@@ -1,0 +1,53 @@
+"""What the model's code is told of sizes at the new widths, and where that leads it astray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import sizes
+from .channels import Channels
+from .faults import WrongAnswer
+
+if TYPE_CHECKING:
+    from .replay import Replay
+
+
+def at_new_widths(replay: Replay, number: Any) -> Any:
+    """What a traced number comes to."""
+    origin = getattr(number, "origin", None)
+    if isinstance(origin, sizes.Dimension):
+        value = replay.values[origin.source]
+        shape = value.shape if isinstance(value, Channels) else replay.tensor_shape(value)
+        return shape[origin.dim]
+    if isinstance(origin, sizes.Operation):
+        return origin.function(*(at_new_widths(replay, operand) for operand in origin.operands))
+    if isinstance(origin, sizes.Attribute):
+        new = replay.new_attribute(origin.name)
+        if new is not None:
+            return new if origin.index is None else new[origin.index]
+    return sizes.plain(number)
+
+
+def wrong_answers(replay: Replay) -> Iterator[WrongAnswer]:
+    """Questions of the code, such as comparisons of sizes, that have other answers now."""
+    for index, call in enumerate(replay.trace.calls):
+        for question in {q.key: q for q in call.questions}.values():
+            operands = tuple(at_new_widths(replay, operand) for operand in question.operands)
+            now = question.function(*operands)
+            if now != question.answer:
+                units = _units_of_numbers(replay, question.operands)
+                yield WrongAnswer(units, question, index, now, operands)
+
+
+def _units_of_numbers(replay: Replay, numbers: Iterable[Any]) -> np.ndarray:
+    """Units of the axes whose sizes traced numbers are computed from."""
+    units = [np.zeros(0, dtype=np.int64)]
+    for origin in (o for number in numbers for o in sizes.origins(number)):
+        if isinstance(origin, sizes.Dimension):
+            value = replay.before[origin.source]
+            axis = value.axis(origin.dim) if isinstance(value, Channels) else None
+            units += [] if axis is None else [axis.units.reshape(-1).numpy()]
+    return np.concatenate(units)
