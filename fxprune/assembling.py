@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from . import configs, groups, kept
 from .announced import announced
@@ -159,7 +160,7 @@ def _skipped(planner: Planner, result: PruningPlan) -> list[tuple[str, str]]:
     known = {what for what, _ in skipped}
     for path, module in planner.modules.items():
         weights = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
-        if not weights or path in known:
+        if not weights or path in known or isinstance(module, ParametrizationList):
             continue
         if path not in planner.trace.called and not any(
             planner.trace.names.get(id(p), "") in _used(planner) for p in weights

@@ -29,6 +29,7 @@ from .channels import (
     varying,
 )
 from .fixed import fixed_tensors
+from .mask import Mask
 from .recording import Trace
 from .relations import Bin, Note, Product, Relations
 from .sayings import Sayings, Telling
@@ -463,6 +464,8 @@ def cannot_be_set(model: nn.Module, name: str) -> str:
     path, _, attribute = name.rpartition(".")
     module = copy.deepcopy(model.get_submodule(path))
     chain: Any = module.parametrizations[attribute]  # type: ignore[index]
+    if any(isinstance(p, Mask) for p in chain):
+        return "a mask of fxprune is on it"
     kinds = ", ".join(type(p).__name__.lstrip("_") for p in chain)
     if any(True for p in chain for _ in [*p.parameters(), *p.buffers()]):
         return f"its parametrization ({kinds}) has tensors of its own"

@@ -1,7 +1,9 @@
 """Tensors that are plain attributes of modules (``self.positions = torch.randn(9, 32)``).
 
 They are like buffers that no state dict holds, as long as nothing sets them anew while the model
-runs: caches, and what hooks compute, are none.
+runs: caches, and what hooks compute, are none. Python lets any code set any attribute, so this asks
+all code that is near: if some of it sets a name, or names that are not written in it, nothing of
+that name counts as fixed.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from torch import Tensor, nn
 from .running import dotted
 
 # What sets up a module, or moves it to another device or dtype.
-_SETTING_UP = frozenset({"__init__", "__setstate__", "_apply", "to"})
+_SETTING_UP = frozenset({"__init__", "_apply", "to"})
+_ANY = "*"
+# Code with one of these can set attributes whose names are not written in it.
+_BY_NAME = frozenset({"setattr", "delattr", "vars", "__dict__", "__setattr__", "__delattr__"})
 
 
 def fixed_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -27,44 +32,57 @@ def fixed_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     found = {
         dotted(path, key): value
         for path, module in modules.items() if not module._forward_pre_hooks
-        for key, value in vars(module).items() if isinstance(value, Tensor)
+        for key, value in vars(module).items()
+        if type(value) is Tensor and value.layout == torch.strided
+        and not value.requires_grad and not value.is_inference() and not hasattr(type(module), key)
     }  # fmt: skip
     if not found:
         return found
-    set_anew = {name for cls in {*map(type, modules.values())} for name in _set_by(cls)}
-    for module in modules.values():  # a forward of their own
-        for value in vars(module).values():
-            if inspect.isroutine(value):
-                set_anew |= _stored(getattr(value, "__func__", value))
-    return {
-        name: value for name, value in found.items()
-        if name.rpartition(".")[2] not in set_anew
-        and type(value) is Tensor and value.layout == torch.strided and not value.requires_grad
-    }  # fmt: skip
+    set_anew = {name for module in {*modules.values()} for name in _set_near(module)}
+    if _ANY in set_anew:
+        return {}
+    return {n: value for n, value in found.items() if n.rpartition(".")[2] not in set_anew}
+
+
+def _set_near(module: nn.Module) -> Iterator[str]:
+    """Attributes that the code of a module, of its hooks and of the objects it holds sets."""
+    cls: Any = type(module)
+    yield from _set_by(cls)
+    for value in (*vars(module).values(), *module._forward_hooks.values()):
+        held: Any = type(value)
+        if inspect.isroutine(value):
+            yield from _stored(value, _package(cls))
+        elif not isinstance(value, nn.Module) and _package(held) == _package(cls):
+            yield from _set_by(held)
 
 
 @functools.lru_cache(maxsize=512)
 def _set_by(cls: Any) -> frozenset[str]:
-    """Attributes that the code of a class sets, but for what sets a module up."""
-    code = {
-        (base, key): value for base in set(cls.__mro__) - {nn.Module, object}
+    """Attributes that the code of a class sets, but for PyTorch's own and what sets a module up."""
+    code = [
+        value for base in cls.__mro__ if base is not object and _package(base) != "torch"
         for key, value in vars(base).items() if key not in _SETTING_UP
-    }  # fmt: skip
-    return frozenset(name for value in code.values() for name in _stored(value))
+    ]  # fmt: skip
+    return frozenset(name for value in code for name in _stored(value, _package(cls)))
 
 
-def _stored(function: Any) -> set[str]:
+def _package(of: Any) -> str:
+    return (getattr(of, "__module__", None) or "").partition(".")[0]
+
+
+def _stored(function: Any, package: str) -> set[str]:
     names: set[str] = set()
-    for code in _codes(function, set()):
+    for code in _codes(function, package, set()):
         steps = dis.get_instructions(code)
-        names.update(step.argval for step in steps if step.opname == "STORE_ATTR")
-        if "setattr" in code.co_names:
-            names.update(c for c in code.co_consts if isinstance(c, str))
+        names.update(s.argval for s in steps if s.opname in ("STORE_ATTR", "DELETE_ATTR"))
+        if not _BY_NAME.isdisjoint(code.co_names):
+            names.add(_ANY)
     return names
 
 
-def _codes(value: Any, seen: set[int]) -> Iterator[CodeType]:
-    """The code of a function, of those that it wraps, and of those inside them."""
+def _codes(value: Any, package: str, seen: set[int]) -> Iterator[CodeType]:
+    """The code of a function, of those that it wraps or that are inside it, and of those of the
+    same package that it names."""
     if value is None or id(value) in seen:
         return
     seen.add(id(value))
@@ -75,10 +93,14 @@ def _codes(value: Any, seen: set[int]) -> Iterator[CodeType]:
         inside = [getattr(value, "__func__", None) or getattr(value, "func", None)]
     elif isinstance(value, property):
         inside = [value.fget, value.fset, value.fdel]
+    elif inspect.ismethod(value):
+        inside = [value.__func__]
     elif inspect.isfunction(value):
         cells = [c.cell_contents for c in value.__closure__ or () if c != CellType()]
-        inside = [value.__code__, *cells]
+        named = [value.__globals__.get(name) for name in value.__code__.co_names]
+        known = [f for f in named if inspect.isfunction(f) and _package(f) == package]
+        inside = [value.__code__, *cells, *known]
     else:
         inside = [getattr(value, "__dict__", {}).get("__wrapped__")]
     for each in inside:
-        yield from _codes(each, seen)
+        yield from _codes(each, package, seen)

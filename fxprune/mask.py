@@ -34,6 +34,12 @@ def parametrizations(module: nn.Module) -> Any:
     return module._modules.get("parametrizations", {})
 
 
+def unmasked(path: str) -> str:
+    """``"a.parametrizations.weight"`` → ``"a.weight"``"""
+    before, _, name = path.rpartition(".parametrizations.")
+    return f"{before}.{name}" if before else path.removeprefix("parametrizations.")
+
+
 def own_class(module: nn.Module) -> None:
     """Copies of a parametrized module share the class that holds its properties: give it its own,
     so that adding or removing one leaves the other copies alone."""
@@ -114,7 +120,7 @@ def put_on(module: nn.Module, name: str, keep: Tensor) -> None:
     mask = Mask(keep)
     if name in vars(module):  # PyTorch takes parameters and buffers only
         mask.was = "attribute"
-        module.register_buffer(name, vars(module).pop(name))
+        module.register_buffer(name, vars(module).pop(name).contiguous())
     elif name in module._non_persistent_buffers_set:
         mask.was = "not persistent"
     # A mask changes neither shape nor type: PyTorch need not run it to see.

@@ -11,7 +11,6 @@ import inspect
 import operator
 import sys
 import weakref
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +42,20 @@ class Nodes:
         self.graph = fx.Graph()
         self.count = 0
         self.running: list[int] = []  # the calls of modules at work, the outermost first
-        tensors = [*reversed(fixed_tensors(modules).items()), *named_tensors(modules)]
-        self.named = {id(t): name for name, t in tensors}
-        self._tensors = [t for _, t in tensors]
+        fixed = fixed_tensors(modules)
+        self.named = {
+            id(t): name for name, t in (*reversed(fixed.items()), *named_tensors(modules))
+        }
+        # Buffers and attributes, where they are held, and in which memory. A parameter that a model
+        # writes to (weight.data.clamp_(-1, 1)) is no state of its run.
+        self._held = [
+            (module._buffers, key, t) for module in modules.values()
+            for key, t in module._buffers.items() if t is not None and t.layout == torch.strided
+        ]  # fmt: skip
+        for name, t in fixed.items():
+            path, _, key = name.rpartition(".")
+            self._held.append((vars(modules[path]), key, t))
+        self._memory = [t.untyped_storage()._cdata for _, _, t in self._held]
         self.constants: dict[str, Any] = {}
         self.kept_whole: list[tuple[fx.Node, str, str]] = []
         self._handing = False
@@ -162,16 +172,18 @@ class Nodes:
                 f"torch.func), which cannot be recorded: {where()}. Write it as ordinary calls"
             )
         if id(value) in self.named:
-            name = self.named[id(value)]
-            if ("get_attr", name) not in self._memo:
-                self._memo["get_attr", name] = self.add(self._get_attr(name), value)
-            return self._memo["get_attr", name]
+            return self.named_node(self.named[id(value)], value)
         for reference, node, path in self._known.values():
             other = reference()
             if other is not None and _same_memory(other, value):
                 self.learn(value, node, path)
                 return self.tensor(value)
         return self._constant(value, "tensor")
+
+    def named_node(self, name: str, value: torch.Tensor) -> fx.Node:
+        if ("get_attr", name) not in self._memo:
+            self._memo["get_attr", name] = self.add(self._get_attr(name), value)
+        return self._memo["get_attr", name]
 
     def _constant(self, value: Any, kind: str) -> fx.Node:
         key = ("constant", id(value))
@@ -215,18 +227,23 @@ class Nodes:
             self._memo[key] = self.add(self._get_attr(origin.name), value)
         return self.graph.call_function(operator.getitem, (self._memo[key], origin.index))
 
-    @cached_property
-    def _stored(self) -> dict[int, torch.Tensor]:
-        """The model's own tensors by their memory."""
-        dense = (t for t in self._tensors if t.layout == torch.strided)
-        return {t.untyped_storage()._cdata: t for t in dense}
+    def close(self) -> None:
+        """After the run: what has been set anew."""
+        for (space, key, own), memory in zip(self._held, self._memory, strict=True):
+            if space.get(key) is not own or own.untyped_storage()._cdata != memory:
+                self._written(own)
+
+    def _written(self, own: torch.Tensor) -> None:
+        """A mask would hand out another tensor at each reading."""
+        self.kept_whole.append((self.tensor(own), "the model writes to it as it runs", where()))
 
     def changed_in_place(self, changed: torch.Tensor, node: fx.Node, result: Any) -> None:
         """Other live tensors on the memory that ``node`` wrote to are new values from here on."""
         storage = changed.untyped_storage()._cdata
-        if storage in self._stored:  # a mask would hand out another tensor each time
-            own = self._stored[storage]
-            self.kept_whole.append((self.tensor(own), "the model writes to it as it runs", where()))
+        if storage in self._memory:
+            for (_, _, own), memory in zip(self._held, self._memory, strict=True):
+                if memory == storage:
+                    self._written(own)
         for key, (reference, before, path) in list(self._known.items()):
             other = reference()
             if other is None:

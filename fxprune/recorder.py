@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn, overrides
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 
 from . import caches, sizes, tree
 from .aten import AtenRecorder, followed
 from .errors import InputError, PruningError
 from .flags import read_training, training_argument
+from .mask import Mask, unmasked
 from .nodes import Nodes, where
 from .ops import op_name
 from .pattern_types import Pattern
@@ -112,6 +114,7 @@ def record(
                 "model takes: a tensor, a tuple of positional arguments, or a mapping of "
                 "keyword arguments."
             ) from error
+        recorder.nodes.close()
         recorder.nodes.graph.output(recorder.nodes.argument(wanted(model, output, only)))
     nodes = recorder.nodes
     return Trace(
@@ -172,6 +175,11 @@ class _Recorder(TorchFunctionMode):
         if path is None or self._not_the_models():
             return original(m, *args, **kwargs)
         self.called.add(path)
+        if isinstance(m, ParametrizationList) and all(isinstance(part, Mask) for part in m):
+            with _Paused(self):  # a masked tensor goes by its own name
+                value = original(m, *args, **kwargs)
+                self.nodes.learn(value, self.nodes.named_node(unmasked(path), value), ())
+            return value
         if self.is_leaf(m) and m is not self.model:
             with _Paused(self):
 

@@ -387,8 +387,9 @@ class Replay(Orders):
 
     def _tied_sizes(self) -> None:
         """New attributes of layers that are not called, but share a tensor with one that is."""
+        called = {id(self.modules[path]) for path in self.trace.called}
         for path, module in self.modules.items():
-            pattern = None if path in self.trace.called else registry.for_module(module)
+            pattern = None if id(module) in called else registry.for_module(module)
             if pattern is None or pattern.attributes is None or path in self.module_sizes:
                 continue
             node = next(iter(self.trace.graph.nodes))  # it has none of its own

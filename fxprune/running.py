@@ -174,7 +174,7 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     # Some models count calls or keep caches in their buffers, or attributes, even in eval mode.
     stored = (t for m in modules for t in (*m._buffers.values(), *vars(m).values()))
     buffers = [
-        (b, _version(b), b.detach().clone())
+        (b, b.data, _version(b), b.detach().clone())
         for b in {id(t): t for t in stored if isinstance(t, Tensor) and t.is_leaf}.values()
     ]
     parameters = (p for m in modules for p in m._parameters.values() if p is not None)
@@ -194,10 +194,15 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
                 if space or before:
                     _restore(space, before)
             with torch.no_grad():
-                for buffer, version, values in buffers:
-                    # Batch norms that train write to theirs without telling.
-                    if training or version is None or _version(buffer) != version:
-                        buffer.copy_(values)
+                # What is written in inference mode has no version, and is not told of, as batch
+                # norms that train do not tell.
+                untold = training or torch.is_inference_mode_enabled()
+                for buffer, memory, version, values in buffers:
+                    if buffer.data_ptr() != memory.data_ptr():
+                        buffer.data = memory
+                    elif not untold and _version(buffer) == version:
+                        continue
+                    buffer.copy_(values)
 
 
 def _version(tensor: Tensor) -> int | None:

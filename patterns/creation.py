@@ -21,10 +21,14 @@ def filled(first, value_at):
     """Rules for a tensor of stated sizes, from argument ``first`` on, that holds one value."""
 
     def sizes(call, new):
+        if "generator" in call.kwargs:
+            return {}
         return with_sizes(call, new.result, first, "size")
 
     def rule(a, call):
         """y[…] = v: all slices are alike (or drawn alike), and as many as what they meet."""
+        if "generator" in call.kwargs:  # it draws the same numbers at each call
+            return a.rigid_result(call)
         word = call.word.removeprefix("new_")
         value = {"zeros": 0.0, "ones": 1.0}.get(word)
         if value_at is not None:

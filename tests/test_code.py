@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 import fxprune
 
-from .oracle import awake, difference, run, state
+from .oracle import awake, check, difference, run, state
+from .test_trace import Net
 
 
 class Literal(nn.Module):
@@ -135,3 +136,13 @@ def test_lists_and_mappings_that_are_arguments_have_to_be_those_of_the_recorded_
     for add in ([one, 4], [one, 3, one]):
         with pytest.raises(fxprune.PruningError, match="more"):
             small(x, more={"add": add})
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(12), nn.RMSNorm(12), nn.GroupNorm(3, 12), nn.BatchNorm1d(12)]
+)
+def test_a_layer_that_goes_by_two_names_is_resized_as_the_one_that_is_called(norm):
+    net = Net(lambda s, x: s.b(torch.sigmoid(s.n(s.a(x)))), a=nn.Linear(8, 12), b=nn.Linear(12, 3))
+    net.n = net.other = norm
+    _, small = check(net, torch.randn(4, 8, dtype=torch.float64))
+    assert small.n is small.other and small.n.weight.shape == (6,)

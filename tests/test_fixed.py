@@ -80,6 +80,54 @@ class SetsWrapped(Positions):
         return super().forward(x)
 
 
+def longer_table(module, rows):
+    if rows > len(module.positions):
+        module.positions = table(rows)
+    return module.positions[:rows]
+
+
+class SetsByHelper(Positions):
+    def forward(self, x):
+        longer_table(self, x.shape[1])
+        return super().forward(x)
+
+
+class SetsInItsDictionary(Positions):
+    def forward(self, x):
+        if x.shape[1] > len(self.positions):
+            self.__dict__["positions"] = table(x.shape[1])
+        return super().forward(x)
+
+
+class Filler:
+    def __init__(self, module):
+        self.module = module
+
+    def __call__(self, rows):
+        if rows > len(self.module.positions):
+            self.module.positions = table(rows)
+
+
+class SetsByObject(Positions):
+    def __init__(self):
+        super().__init__()
+        self.fill = Filler(self)
+
+    def forward(self, x):
+        self.fill(x.shape[1])
+        return super().forward(x)
+
+
+class DefaultOfTheClass(Positions):
+    positions = None
+
+
+class RebuiltWhenCopied(Positions):
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.positions = table()
+
+
 @pytest.mark.parametrize("kind", [Positions, Moved])
 def test_a_tensor_that_only_init_sets_shrinks_with_what_it_meets(kind):
     _, small = check(kind(), X)
@@ -87,13 +135,22 @@ def test_a_tensor_that_only_init_sets_shrinks_with_what_it_meets(kind):
     assert "positions" in vars(small) and "positions" not in small.state_dict()
 
 
-@pytest.mark.parametrize("kind", [Sets, SetsByName, SetsInside, SetsWrapped])
+@pytest.mark.parametrize(
+    "kind",
+    [Sets, SetsByName, SetsInside, SetsWrapped, SetsByHelper, SetsInItsDictionary, SetsByObject],
+)
 def test_a_tensor_that_the_models_code_sets_anew_stays_whole(kind):
     plan, small = check(kind(), X)
     assert small.positions.shape == (6, 12) and small.up.out_features == 8
     assert "fixed width" in dict(plan.skipped)["embed"]
     longer = torch.cat([X, X], 1)
     assert difference(run(plan.mask(awake(kind())), longer), run(small, longer)) < 1e-9
+
+
+@pytest.mark.parametrize("kind", [DefaultOfTheClass, RebuiltWhenCopied])
+def test_so_does_one_that_would_not_be_found_again_in_a_copy(kind):
+    _, small = check(kind(), X)
+    assert small.positions.shape == (6, 12) and small.up.out_features == 8
 
 
 def test_so_does_one_that_a_forward_of_the_instance_sets():
@@ -167,6 +224,98 @@ def test_a_buffer_that_the_model_writes_to_stays_whole_and_the_plan_says_why():
         plan = fxprune.plan(model, X)
     assert not model.cache.any()
     assert dict(plan.skipped)["a"] == "the model writes to it as it runs"
+
+
+def test_so_do_both_of_two_buffers_that_share_memory():
+    class Caches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.k, self.v = nn.Linear(8, 12), nn.Linear(8, 12)
+            self.head = nn.Linear(12, 3)
+
+        def forward(self, x):
+            n = x.shape[0]
+            self.keys[:n], self.values[:n] = self.k(x), self.v(x)
+            return self.head(torch.sigmoid(self.keys[:n] * self.values[:n]))
+
+    model = awake(Caches())
+    both = torch.zeros(2, 9, 12, dtype=torch.float64)
+    model.register_buffer("keys", both[0])
+    model.register_buffer("values", both[1])
+    with pytest.warns(fxprune.PruningWarning, match="nothing of Caches"):
+        skipped = dict(fxprune.plan(model, X[0]).skipped)
+    assert skipped["k"] == skipped["v"] == "the model writes to it as it runs"
+
+
+def mean_anew(s, y):
+    s.mean = 0.9 * s.mean + 0.1 * y.detach().mean(0)
+
+
+def mean_in_its_memory(s, y):
+    s.mean.data = 0.9 * s.mean + 0.1 * y.detach().mean(0)
+
+
+@pytest.mark.parametrize("update", [mean_anew, mean_in_its_memory])
+def test_a_buffer_that_the_model_sets_anew_stays_whole_and_is_as_it_was(update):
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 12), nn.Linear(12, 3)
+            self.register_buffer("mean", table(1)[0])
+
+        def forward(self, x):
+            y = self.a(x)
+            update(self, y)
+            return self.b(y * self.mean)
+
+    model = awake(Mean())
+    with pytest.warns(fxprune.PruningWarning, match="nothing of Mean"):
+        plan = fxprune.plan(model, X[0])
+    assert dict(plan.skipped)["a"] == "the model writes to it as it runs"
+    assert torch.equal(model.mean, table(1)[0])
+
+
+def test_what_a_run_in_inference_mode_has_left_on_the_model_is_no_obstacle():
+    class Remembers(Positions):
+        last = None
+
+        def forward(self, x):
+            self.last = torch.sigmoid(self.up(self.embed(x)))
+            return self.head(self.down(self.last))
+
+    model = awake(Remembers())
+    with torch.inference_mode():
+        model(X)
+    assert fxprune.prune(model, X).up.out_features == 8
+
+
+def test_a_table_of_complex_numbers_is_no_obstacle_to_saving(tmp_path):
+    class Turned(Positions):
+        def __init__(self):
+            super().__init__()
+            self.turns = torch.polar(torch.ones(6), torch.arange(6.0))[:, None].to(torch.complex128)
+
+        def forward(self, x):
+            return (super().forward(x) * self.turns).real
+
+    small = fxprune.prune(awake(Turned()), X)
+    fxprune.save(small, tmp_path / "small.safetensors")
+    loaded = fxprune.load(awake(Turned(), seed=1), tmp_path / "small.safetensors")
+    assert difference(run(small, X), run(loaded, X)) == 0
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])
+def test_a_masked_model_that_uses_a_tensor_by_itself_can_be_planned(kind):
+    model = awake(Positions())
+    if kind != "attribute":
+        del model.positions
+    if kind == "parameter":
+        model.positions = nn.Parameter(table())
+    if kind == "buffer":
+        model.register_buffer("positions", table())
+    masked = fxprune.plan(model, X).mask(model)
+    small = fxprune.prune(masked, X)
+    assert difference(run(masked, X), run(small, X)) < 1e-9
 
 
 def test_an_attribute_that_is_written_to_while_the_model_is_recorded_is_as_it_was():

@@ -81,3 +81,12 @@ def test_draws_are_their_mean_inside_and_all_else_is_as_it_was():
         assert torch.equal(torch.normal(x, 2 * x), x + 0.5 * 2 * x)
         assert (torch.empty(3).normal_(1.0, 4.0) == 3.0).all()
         assert sorted(torch.randperm(4).tolist()) == [0, 1, 2, 3]
+
+
+def test_draws_of_a_generator_that_the_model_makes_are_no_noise():
+    def forward(s, x):
+        g = torch.Generator().manual_seed(0)
+        return s.b(F.silu(s.a(x)) + torch.randn(8, generator=g, dtype=x.dtype))
+
+    model = net(forward)
+    assert dict(fxprune.plan(model, X).skipped)["a"].startswith("it meets a tensor of fixed width")

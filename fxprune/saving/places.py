@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..fixed import fixed_tensors
-from ..mask import Mask, parametrizations
+from ..mask import Mask, parametrizations, unmasked
 from ..running import dotted, modules_of
 
 
@@ -48,7 +48,7 @@ def places(model: nn.Module) -> dict[str, Place]:
                     continue
                 name = dotted(path, key)
                 if alone and key == "original":
-                    name = _without(path)
+                    name = unmasked(path)
                 persistent = key not in module._non_persistent_buffers_set
                 found[name] = Place(space, key, persistent)
     modules = modules_of(model)
@@ -56,12 +56,6 @@ def places(model: nn.Module) -> dict[str, Place]:
         path, _, key = name.rpartition(".")
         found[name] = Place(vars(modules[path]), key, False)
     return found
-
-
-def _without(path: str) -> str:
-    """``"a.parametrizations.weight"`` → ``"a.weight"``"""
-    before, _, name = path.rpartition(".parametrizations.")
-    return f"{before}.{name}" if before else path.removeprefix("parametrizations.")
 
 
 def computed_names(model: nn.Module) -> set[str]:

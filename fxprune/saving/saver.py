@@ -61,10 +61,10 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     }
     for names in names_of(found):
         first = names[0]
-        tensor = _storable(first, found[first])
         if not any(found[name].persistent or name in pruned for name in names):
-            about["others"][first] = str(tensor.dtype).removeprefix("torch.")
+            about["others"][first] = str(found[first].tensor.dtype).removeprefix("torch.")
             continue
+        tensor = _storable(first, found[first])
         about["ties"] |= dict.fromkeys(names[1:], first)
         if memory_format(tensor) != torch.contiguous_format:
             about["channels_last"].append(first)
