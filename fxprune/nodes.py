@@ -231,11 +231,11 @@ class Nodes:
         """After the run: what has been set anew."""
         for (space, key, own), memory in zip(self._held, self._memory, strict=True):
             if space.get(key) is not own or own.untyped_storage()._cdata != memory:
-                self._written(own)
+                self._written(own, "")
 
-    def _written(self, own: torch.Tensor) -> None:
+    def _written(self, own: torch.Tensor, line: str) -> None:
         """A mask would hand out another tensor at each reading."""
-        self.kept_whole.append((self.tensor(own), "the model writes to it as it runs", where()))
+        self.kept_whole.append((self.tensor(own), "the model writes to it as it runs", line))
 
     def changed_in_place(self, changed: torch.Tensor, node: fx.Node, result: Any) -> None:
         """Other live tensors on the memory that ``node`` wrote to are new values from here on."""
@@ -243,7 +243,7 @@ class Nodes:
         if storage in self._memory:
             for (_, _, own), memory in zip(self._held, self._memory, strict=True):
                 if memory == storage:
-                    self._written(own)
+                    self._written(own, where())
         for key, (reference, before, path) in list(self._known.items()):
             other = reference()
             if other is None:

@@ -67,7 +67,7 @@ class Slices:
             dtype = torch.promote_types(self.tensor.dtype, torch.float32)
             return torch.linalg.vector_norm(self.tensor, order, rest, dtype=dtype).reshape(-1)
         # In pieces, for the whole would not stay in the cache, and each first along the dimension
-        # that lies outermost in memory: whole runs are added there, a fifth of the time.
+        # that lies outermost in memory: whole runs are added there, a quarter of the time.
         outermost = max(rest, key=self.tensor.stride)
         pieces = max(1, self.tensor.numel() // _PIECE)
         total: Tensor | None = None
