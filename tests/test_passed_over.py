@@ -71,7 +71,7 @@ def test_calls_that_are_passed_over_at_the_new_widths_would_come_out_the_same(ki
 
     relations.plain = {}
     full = walk()
-    assert full.module_sizes == short.module_sizes and full.faults == short.faults == []
+    assert full.module_sizes == short.module_sizes and full.faults() == short.faults() == []
     assert all(torch.equal(full.order[first], short.order[first]) for first in full.order)
     for node, value in full.values.items():
         if isinstance(value, Channels):
@@ -114,3 +114,41 @@ def test_modules_and_tensors_are_listed_as_pytorch_lists_them():
     assert list(modules.items()) == list(net.named_modules(remove_duplicate=False))
     listed = [*net.named_parameters(), *net.named_buffers()]
     assert [(n, id(t)) for n, t in named_tensors(modules)] == [(n, id(t)) for n, t in listed]
+
+
+class Attention(nn.Module):
+    """The number of heads is read in three places, and the width of a head in two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.size = 4, 2
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = x.flatten(2).transpose(1, 2)[..., :3].repeat(1, 1, 3)[..., :8]
+        n, t, _ = x.shape
+        q, k, v = self.qkv(x).view(n, t, 3, self.heads, self.size).permute(2, 0, 3, 1, 4)
+        y = (q @ k.transpose(-1, -2)).div(self.size**0.5).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).reshape(n, t, self.heads * self.size))
+
+
+@pytest.mark.parametrize("attention", ["heads", "head_dim"])
+def test_a_replay_that_goes_on_with_other_attributes_is_one_from_the_start(attention):
+    plan = fxprune.plan(ready(Attention), X.double(), attention=attention)
+    resumed = plan._replay
+    assert resumed.attributes
+    fresh = Replay(
+        plan._trace, plan._relations, ~plan._removed | plan._carriers, resumed.attributes,
+        resumed._orders, resumed._straighten, attention=attention,
+    )  # fmt: skip
+    fresh.run()
+    shown = [[(f.words, f.line) for f in replay.faults()] for replay in (fresh, resumed)]
+    assert shown[0] == shown[1] and fresh.module_sizes == resumed.module_sizes
+    for node, value in fresh.values.items():
+        assert type(value) is type(resumed.values[node])
+        if isinstance(value, Channels):
+            pairs = zip(value.axes, resumed.values[node].axes, strict=True)
+            assert value.shape == resumed.values[node].shape
+            assert all(torch.equal(a.units, b.units) for a, b in pairs)
+        elif isinstance(value, int):
+            assert value == resumed.values[node]
