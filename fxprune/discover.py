@@ -400,7 +400,7 @@ class Discover(Sayings):
         buffers = {name for name, _ in self.trace.model.named_buffers()}
         # A layer whose heads are shared can shrink, a table of frequencies is only read.
         made = {s.name for s in self.sources if s.role == "out"} - buffers
-        made -= fixed_tensors(self.modules).keys()
+        made -= {fixed.name for fixed in fixed_tensors(self.modules)}
         found: set[str] = set()
         for rectangle in self._rectangles.values():
             classes = distinct(relations.classes[rectangle.units.numpy()])

@@ -13,7 +13,7 @@ import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from types import CellType, CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,21 +27,26 @@ _ANY = "*"
 _BY_NAME = frozenset({"setattr", "delattr", "vars", "__dict__", "__setattr__", "__delattr__"})
 
 
-def fixed_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Those of a model, by name; one that goes by several names has them all."""
-    found = {
-        dotted(path, key): value
+class Fixed(NamedTuple):
+    name: str
+    module: nn.Module
+    key: str
+    tensor: Tensor
+
+
+def fixed_tensors(modules: Mapping[str, nn.Module]) -> list[Fixed]:
+    """Those of a model; one that goes by several names is there by all of them."""
+    found = [
+        Fixed(dotted(path, key), module, key, value)
         for path, module in modules.items() if not module._forward_pre_hooks
         for key, value in vars(module).items()
         if type(value) is Tensor and value.layout == torch.strided
         and not value.requires_grad and not value.is_inference() and not hasattr(type(module), key)
-    }  # fmt: skip
+    ]  # fmt: skip
     if not found:
         return found
     set_anew = {name for module in {*modules.values()} for name in _set_near(module)}
-    if _ANY in set_anew:
-        return {}
-    return {n: value for n, value in found.items() if n.rpartition(".")[2] not in set_anew}
+    return [each for each in found if set_anew.isdisjoint((_ANY, each.key))]
 
 
 def _set_near(module: nn.Module) -> Iterator[str]:

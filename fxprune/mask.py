@@ -34,6 +34,13 @@ def parametrizations(module: nn.Module) -> Any:
     return module._modules.get("parametrizations", {})
 
 
+def is_of_masks(module: nn.Module) -> bool:
+    """Whether a module is the parametrizations of one tensor, and masks of ours are all of them."""
+    return isinstance(module, parametrize.ParametrizationList) and all(
+        isinstance(part, Mask) for part in module
+    )
+
+
 def unmasked(path: str) -> str:
     """``"a.parametrizations.weight"`` → ``"a.weight"``"""
     before, _, name = path.rpartition(".parametrizations.")
@@ -69,10 +76,9 @@ def masks_on(module: nn.Module, name: str) -> list[Mask]:
 
 def beneath(module: nn.Module, name: str) -> Tensor:
     """A tensor as it is beneath our masks; where something else computes it, as it comes out."""
-    masks = masks_on(module, name)
-    if masks and len(masks) == len(parametrizations(module)[name]):
-        return parametrizations(module)[name].original
-    return getattr(module, name)
+    chains = parametrizations(module)
+    alone = name in chains and is_of_masks(chains[name])
+    return chains[name].original if alone else getattr(module, name)
 
 
 def take_off(module: nn.Module, name: str, *, others: bool = True) -> None:
@@ -80,8 +86,7 @@ def take_off(module: nn.Module, name: str, *, others: bool = True) -> None:
     parametrizations, if these cannot make it; else only slices that go come out wrong."""
     own_class(module)
     chain = parametrizations(module)[name]
-    alone = len(masks_on(module, name)) == len(chain)
-    if alone or (others and not _can_make(module, name)):
+    if is_of_masks(chain) or (others and not _can_make(module, name)):
         was = masks_on(module, name)[0].was
         parametrize.remove_parametrizations(module, name, leave_parametrized=True)
         if was == "attribute":

@@ -113,9 +113,8 @@ def add_shift(model: nn.Module, shift: Shift) -> None:
 def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     """For each tensor of the model, all modules that hold it: a tied one is masked in each."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for name, fixed in fixed_tensors(modules_of(model)).items():
-        path, _, key = name.rpartition(".")
-        owners.setdefault(id(fixed), []).append((model.get_submodule(path), key))
+    for fixed in fixed_tensors(modules_of(model)):
+        owners.setdefault(id(fixed.tensor), []).append((fixed.module, fixed.key))
     for module in model.modules():
         if isinstance(module, parametrize.ParametrizationList):
             continue  # what it holds is beneath a tensor of its module

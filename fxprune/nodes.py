@@ -43,19 +43,16 @@ class Nodes:
         self.count = 0
         self.running: list[int] = []  # the calls of modules at work, the outermost first
         fixed = fixed_tensors(modules)
-        self.named = {
-            id(t): name for name, t in (*reversed(fixed.items()), *named_tensors(modules))
-        }
-        # Buffers and attributes, where they are held, and in which memory. A parameter that a model
+        self.named = {id(each.tensor): each.name for each in reversed(fixed)}
+        self.named |= {id(t): name for name, t in named_tensors(modules)}
+        # Buffers and attributes: where they are held, and in which memory. A parameter that a model
         # writes to (weight.data.clamp_(-1, 1)) is no state of its run.
-        self._held = [
-            (module._buffers, key, t) for module in modules.values()
-            for key, t in module._buffers.items() if t is not None and t.layout == torch.strided
-        ]  # fmt: skip
-        for name, t in fixed.items():
-            path, _, key = name.rpartition(".")
-            self._held.append((vars(modules[path]), key, t))
-        self._memory = [t.untyped_storage()._cdata for _, _, t in self._held]
+        spaces: list[dict[str, Any]] = [module._buffers for module in modules.values()]
+        held: list[tuple[dict[str, Any], str, torch.Tensor]] = [
+            (space, key, t) for space in spaces for key, t in space.items() if t is not None
+        ]
+        held += [(vars(each.module), each.key, each.tensor) for each in fixed]
+        self._held = [(*one, _memory(one[2])) for one in held if one[2].layout == torch.strided]
         self.constants: dict[str, Any] = {}
         self.kept_whole: list[tuple[fx.Node, str, str]] = []
         self._handing = False
@@ -229,8 +226,8 @@ class Nodes:
 
     def close(self) -> None:
         """After the run: what has been set anew."""
-        for (space, key, own), memory in zip(self._held, self._memory, strict=True):
-            if space.get(key) is not own or own.untyped_storage()._cdata != memory:
+        for space, key, own, memory in self._held:
+            if space.get(key) is not own or _memory(own) != memory:
                 self._written(own, "")
 
     def _written(self, own: torch.Tensor, line: str) -> None:
@@ -239,21 +236,25 @@ class Nodes:
 
     def changed_in_place(self, changed: torch.Tensor, node: fx.Node, result: Any) -> None:
         """Other live tensors on the memory that ``node`` wrote to are new values from here on."""
-        storage = changed.untyped_storage()._cdata
-        if storage in self._memory:
-            for (_, _, own), memory in zip(self._held, self._memory, strict=True):
-                if memory == storage:
-                    self._written(own, where())
+        storage = _memory(changed)
+        for _, _, own, memory in self._held:
+            if memory == storage:
+                self._written(own, where())
         for key, (reference, before, path) in list(self._known.items()):
             other = reference()
             if other is None:
                 del self._known[key]  # or the deeper the model, the longer this takes
                 continue
-            if other is result or other.untyped_storage()._cdata != storage:
+            if other is result or _memory(other) != storage:
                 continue
             after = self.graph.call_function(after_write, (self._at(before, path), node))
             after = self.add(after, other)
             self.learn(other, after, ())
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Which storage it lies in, alone or with others."""
+    return tensor.untyped_storage()._cdata
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

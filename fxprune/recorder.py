@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn, overrides
-from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 
 from . import caches, sizes, tree
 from .aten import AtenRecorder, followed
 from .errors import InputError, PruningError
 from .flags import read_training, training_argument
-from .mask import Mask, unmasked
+from .mask import is_of_masks, unmasked
 from .nodes import Nodes, where
 from .ops import op_name
 from .pattern_types import Pattern
@@ -175,7 +174,7 @@ class _Recorder(TorchFunctionMode):
         if path is None or self._not_the_models():
             return original(m, *args, **kwargs)
         self.called.add(path)
-        if isinstance(m, ParametrizationList) and all(isinstance(part, Mask) for part in m):
+        if is_of_masks(m):
             with _Paused(self):  # a masked tensor goes by its own name
                 value = original(m, *args, **kwargs)
                 self.nodes.learn(value, self.nodes.named_node(unmasked(path), value), ())

@@ -39,7 +39,7 @@ class Trace:
     calls: list[ModuleCall]
     constants: dict[str, Any]
     called: set[str]  # paths of all modules that ran
-    names: dict[int, str]  # id of a parameter or buffer -> its name in the model
+    names: dict[int, str]  # id of a tensor of the model -> its name
     kept_whole: list[tuple[fx.Node, str, str]]  # (tensor, why nothing of it can go, where)
     # Tensors of leaf modules as values of the algebra, as far as they have been asked for.
     members: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)

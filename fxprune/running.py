@@ -172,10 +172,12 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
         for space in (vars(m), *(v for v in vars(m).values() if isinstance(v, dict)))
     ]
     # Some models count calls or keep caches in their buffers, or attributes, even in eval mode.
-    stored = (t for m in modules for t in (*m._buffers.values(), *vars(m).values()))
+    held: list[Any] = [b for m in modules for b in m._buffers.values() if b is not None]
+    # Those with a history are computed anew before each run (nn.utils.weight_norm).
+    own = (value for m in modules for value in vars(m).values())
+    held += [t for t in own if isinstance(t, Tensor) and t.is_leaf]
     buffers = [
-        (b, b.data, _version(b), b.detach().clone())
-        for b in {id(t): t for t in stored if isinstance(t, Tensor) and t.is_leaf}.values()
+        (b, b.data, _version(b), b.detach().clone()) for b in {id(t): t for t in held}.values()
     ]
     parameters = (p for m in modules for p in m._parameters.values() if p is not None)
     devices = {p.device.index for p in parameters if p.device.type == "cuda"}
@@ -194,8 +196,7 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
                 if space or before:
                     _restore(space, before)
             with torch.no_grad():
-                # What is written in inference mode has no version, and is not told of, as batch
-                # norms that train do not tell.
+                # No version tells of writes in inference mode, or of those of norms that train.
                 untold = training or torch.is_inference_mode_enabled()
                 for buffer, memory, version, values in buffers:
                     if buffer.data_ptr() != memory.data_ptr():

@@ -17,17 +17,20 @@ def like(a, call):
     return a.forget(x)
 
 
+def is_seeded(call):
+    """Whether a generator of the code's own draws: the same numbers at each call."""
+    return call.node.kwargs.get("generator") is not None
+
+
 def filled(first, value_at):
     """Rules for a tensor of stated sizes, from argument ``first`` on, that holds one value."""
 
     def sizes(call, new):
-        if "generator" in call.kwargs:
-            return {}
-        return with_sizes(call, new.result, first, "size")
+        return {} if is_seeded(call) else with_sizes(call, new.result, first, "size")
 
     def rule(a, call):
         """y[…] = v: all slices are alike (or drawn alike), and as many as what they meet."""
-        if "generator" in call.kwargs:  # it draws the same numbers at each call
+        if is_seeded(call):
             return a.rigid_result(call)
         word = call.word.removeprefix("new_")
         value = {"zeros": 0.0, "ones": 1.0}.get(word)

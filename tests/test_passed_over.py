@@ -55,30 +55,39 @@ def ready(kind):
     return net
 
 
-@pytest.mark.parametrize("kind", [Residual, Shuffled])
-def test_calls_that_are_passed_over_at_the_new_widths_would_come_out_the_same(kind):
-    plan = fxprune.plan(ready(kind), X.double())
-    relations, short = plan._relations, plan._replay
-    assert len(relations.plain) > 3
+def from_the_start(plan) -> Replay:
+    known = plan._replay
+    replay = Replay(
+        plan._trace, plan._relations, ~plan._removed | plan._carriers, known.attributes,
+        known._orders, known._straighten, attention=known.attention,
+    )  # fmt: skip
+    replay.run()
+    return replay
 
-    def walk() -> Replay:
-        replay = Replay(
-            plan._trace, relations, ~plan._removed | plan._carriers, short.attributes,
-            short._orders, short._straighten,
-        )  # fmt: skip
-        replay.run()
-        return replay
 
-    relations.plain = {}
-    full = walk()
-    assert full.module_sizes == short.module_sizes and full.faults() == short.faults() == []
+def assert_alike(short: Replay, full: Replay) -> None:
+    shown = [[(f.words, f.line) for f in replay.faults()] for replay in (short, full)]
+    assert shown[0] == shown[1] and full.module_sizes == short.module_sizes
     assert all(torch.equal(full.order[first], short.order[first]) for first in full.order)
     for node, value in full.values.items():
+        other = short.values[node]
+        assert type(value) is type(other)
         if isinstance(value, Channels):
-            other = short.values[node]
             assert value.shape == other.shape
             pairs = zip(value.axes, other.axes, strict=True)
             assert all(a.dims == b.dims and torch.equal(a.units, b.units) for a, b in pairs)
+        elif isinstance(value, (int, float)):
+            assert value == other
+
+
+@pytest.mark.parametrize("kind", [Residual, Shuffled])
+def test_calls_that_are_passed_over_at_the_new_widths_would_come_out_the_same(kind):
+    plan = fxprune.plan(ready(kind), X.double())
+    assert len(plan._relations.plain) > 3
+    plan._relations.plain = {}
+    short = plan._replay
+    assert short.faults() == []
+    assert_alike(short, from_the_start(plan))
 
 
 def test_a_rule_of_a_users_own_is_never_passed_over():
@@ -135,20 +144,5 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("attention", ["heads", "head_dim"])
 def test_a_replay_that_goes_on_with_other_attributes_is_one_from_the_start(attention):
     plan = fxprune.plan(ready(Attention), X.double(), attention=attention)
-    resumed = plan._replay
-    assert resumed.attributes
-    fresh = Replay(
-        plan._trace, plan._relations, ~plan._removed | plan._carriers, resumed.attributes,
-        resumed._orders, resumed._straighten, attention=attention,
-    )  # fmt: skip
-    fresh.run()
-    shown = [[(f.words, f.line) for f in replay.faults()] for replay in (fresh, resumed)]
-    assert shown[0] == shown[1] and fresh.module_sizes == resumed.module_sizes
-    for node, value in fresh.values.items():
-        assert type(value) is type(resumed.values[node])
-        if isinstance(value, Channels):
-            pairs = zip(value.axes, resumed.values[node].axes, strict=True)
-            assert value.shape == resumed.values[node].shape
-            assert all(torch.equal(a.units, b.units) for a, b in pairs)
-        elif isinstance(value, int):
-            assert value == resumed.values[node]
+    assert plan._replay.attributes
+    assert_alike(plan._replay, from_the_start(plan))

@@ -90,3 +90,11 @@ def test_draws_of_a_generator_that_the_model_makes_are_no_noise():
 
     model = net(forward)
     assert dict(fxprune.plan(model, X).skipped)["a"].startswith("it meets a tensor of fixed width")
+
+
+def test_draws_of_no_generator_are_noise():
+    def forward(s, x):
+        return s.b(F.silu(s.a(x)) + torch.randn(x.shape[0], 8, generator=None, dtype=x.dtype))
+
+    with pytest.warns(fxprune.PruningWarning, match="draws random numbers"):
+        assert fxprune.prune(net(forward), X).a.out_features == 4

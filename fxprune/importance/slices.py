@@ -66,18 +66,24 @@ class Slices:
         if self.tensor.is_contiguous():  # so each row is
             dtype = torch.promote_types(self.tensor.dtype, torch.float32)
             return torch.linalg.vector_norm(self.tensor, order, rest, dtype=dtype).reshape(-1)
-        # In pieces, for the whole would not stay in the cache, and each first along the dimension
-        # that lies outermost in memory: whole runs are added there, a quarter of the time.
-        outermost = max(rest, key=self.tensor.stride)
-        pieces = max(1, self.tensor.numel() // _PIECE)
+        # As it lies in memory, so that whole runs are added: first the dimensions outside of all
+        # others, then the rest of them. In pieces, for the whole would not stay in the cache.
+        lies = sorted(range(self.tensor.dim()), key=self.tensor.stride, reverse=True)
+        seen = self.tensor.permute(lies)
+        summed = [i for i, d in enumerate(lies) if d in rest]
+        outer = [i for n, i in enumerate(summed) if i == summed[0] + n]
+        pieces = max(1, min(seen.numel() // _PIECE, seen.size(outer[0])))
         total: Tensor | None = None
-        for part in self.tensor.tensor_split(pieces, outermost):
+        for part in seen.tensor_split(pieces, outer[0]):
             part = part.float() if part.dtype.itemsize < 4 else part
             powers = part.square() if order == 2 else part.abs() ** order
-            powers = powers.sum(outermost, keepdim=True).sum(rest)
+            powers = powers.sum(outer, keepdim=True)
             total = powers if total is None else total + powers
         assert total is not None
-        return (total ** (1 / order)).reshape(-1)
+        if len(outer) < len(summed):
+            total = total.sum(summed[len(outer) :], keepdim=True)
+        back = total.permute([lies.index(d) for d in range(total.dim())])
+        return (back ** (1 / order)).reshape(-1)
 
     def total(self, rows: Tensor) -> np.ndarray:
         """Sum over the rows of each unit: array (count,)."""

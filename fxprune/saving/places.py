@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from ..fixed import fixed_tensors
-from ..mask import Mask, parametrizations, unmasked
+from ..mask import Mask, is_of_masks, parametrizations, unmasked
 from ..running import dotted, modules_of
 
 
@@ -38,9 +37,7 @@ def places(model: nn.Module) -> dict[str, Place]:
     for path, module in model.named_modules():
         if isinstance(module, Mask):
             continue
-        alone = isinstance(module, parametrize.ParametrizationList) and all(
-            isinstance(part, Mask) for part in module
-        )
+        alone = is_of_masks(module)
         spaces: Any = (module._parameters, module._buffers)
         for space in spaces:
             for key, tensor in space.items():
@@ -51,10 +48,8 @@ def places(model: nn.Module) -> dict[str, Place]:
                     name = unmasked(path)
                 persistent = key not in module._non_persistent_buffers_set
                 found[name] = Place(space, key, persistent)
-    modules = modules_of(model)
-    for name in fixed_tensors(modules):
-        path, _, key = name.rpartition(".")
-        found[name] = Place(vars(modules[path]), key, False)
+    for fixed in fixed_tensors(modules_of(model)):
+        found[fixed.name] = Place(vars(fixed.module), fixed.key, False)
     return found
 
 
