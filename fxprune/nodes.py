@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from . import sizes, tree
 from .errors import ModelError
 from .fixed import fixed_tensors
+from .hollow import Hollow
 from .recording import after_write
 from .running import named_tensors, read_attribute
 from .spec import BASIC, spec
@@ -55,6 +56,7 @@ class Nodes:
         self._held = [(*one, _memory(one[2])) for one in held if one[2].layout == torch.strided]
         self.constants: dict[str, Any] = {}
         self.kept_whole: list[tuple[fx.Node, str, str]] = []
+        self.hollow = Hollow()
         self._handing = False
         # id of a live tensor -> (weak reference, node, path of keys into the node's result)
         self._known: dict[int, tuple[weakref.ref, fx.Node, tuple[Any, ...]]] = {}
@@ -84,6 +86,7 @@ class Nodes:
         node.meta["call"] = self.running[-1] if self.running else None
         node.meta["index"] = self.count
         self.count += 1
+        self.hollow.spread_to(node)
         return node
 
     def learn(self, value: Any, node: fx.Node, path: tuple[Any, ...]) -> None:
@@ -128,8 +131,10 @@ class Nodes:
         return self._constant(value, "object")
 
     def escapes(self, value: torch.Tensor, to: str) -> None:
-        reason = f"its values leave PyTorch through {to}"
-        self.kept_whole.append((self.tensor(value), reason, where()))
+        node = self.tensor(value)
+        if node in self.hollow.nodes:
+            self.hollow.ask()
+        self.kept_whole.append((node, f"its values leave PyTorch through {to}", where()))
 
     def handed(self, value: Any) -> Any:
         """``value`` from one module of the model to another."""
@@ -203,6 +208,7 @@ class Nodes:
         key = sizes.expression(number)
         if key not in self._memo:
             self._memo[key] = self.add(self._size_node(origin), number)
+            self.hollow.mark(self._memo[key], False)  # sizes are as they would be
         return self._memo[key]
 
     def own(self, number: Any) -> Any:

@@ -1,8 +1,8 @@
 """Recording one run of a model as an fx graph.
 
-The model runs once, for real, under a function mode that writes each torch call as a node. Module
-classes with a pattern, and childless modules of ``torch.nn``, become one ``call_module`` node.
-:mod:`fxprune.nodes` knows which node each value is.
+The model's code runs under a function mode that writes each torch call as a node. Module classes
+with a pattern, and childless modules of ``torch.nn``, become one ``call_module`` node.
+:mod:`fxprune.nodes` knows which node each value is, :mod:`fxprune.hollow` where zeros will do.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from . import caches, sizes, tree
 from .aten import AtenRecorder, followed
 from .errors import InputError, PruningError
 from .flags import read_training, training_argument
+from .hollow import ValuesNeeded, possible, stand_in
 from .mask import is_of_masks, unmasked
 from .nodes import Nodes, where
 from .ops import op_name
@@ -44,7 +45,7 @@ from .told import module_calls, told
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
 _READS_DATA = ("bool", "int", "float", "index", "item", "tolist", "numpy", "array", "equal",
-               "allclose", "contains")  # fmt: skip
+               "allclose", "contains", "dlpack")  # fmt: skip
 # Recording swaps the code of modules' calls and of registered functions: one at a time.
 _LOCK = threading.RLock()
 
@@ -52,7 +53,7 @@ _LOCK = threading.RLock()
 def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
     """Record one run of ``model`` as a runnable, printable :class:`torch.fx.GraphModule`.
 
-    The model runs once in eval mode without gradients, and is left as it was. Whatever Python the
+    The model runs in eval mode without gradients, and is left as it was. Whatever Python the
     model runs (conditions, loops, helpers) is followed as it happens; the graph holds what this
     input made it do. Sizes that the model reads from its inputs stay expressions, so the graph
     is right for other batch sizes too. Like the model it shares tensors with, it can be told to
@@ -87,8 +88,17 @@ def record(
         only: names of the entries of its result that are its outputs; None for all.
         training: run it in training mode, to see what its code does there.
     """
+    if possible(modules_of(model).values()):
+        with contextlib.suppress(ValuesNeeded, InputError):
+            return _record(model, example_input, only, training, hollow=True)
+    return _record(model, example_input, only, training, hollow=False)
+
+
+def _record(
+    model: nn.Module, example_input: Any, only: Sequence[str] | None, training: bool, hollow: bool
+) -> Trace:
     args, kwargs = bind_inputs(example_input)
-    recorder = _Recorder(model)
+    recorder = _Recorder(model, hollow=hollow)
     with (
         _LOCK,
         uncollected(),
@@ -113,6 +123,8 @@ def record(
                 "model takes: a tensor, a tuple of positional arguments, or a mapping of "
                 "keyword arguments."
             ) from error
+        if recorder.nodes.hollow.asked:
+            raise ValuesNeeded
         recorder.nodes.close()
         recorder.nodes.graph.output(recorder.nodes.argument(wanted(model, output, only)))
     nodes = recorder.nodes
@@ -128,9 +140,10 @@ def record(
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, hollow: bool) -> None:
         super().__init__()
         self.model = model
+        self.hollow = hollow
         modules = modules_of(model)
         self.nodes = Nodes(model, modules)
         self.calls: list[ModuleCall] = []
@@ -185,8 +198,7 @@ class _Recorder(TorchFunctionMode):
                 def run(*args: Any, **kwargs: Any) -> Any:
                     return original(m, *args, **kwargs)
 
-                known = for_module(m) is not None
-                return self._record("call_module", path, run, args, kwargs, known=known)
+                return self._record("call_module", path, run, args, kwargs, m, for_module(m))
         with _Paused(self):
             handed = self.nodes.handed(args), self.nodes.handed(kwargs)
         parent = self.nodes.running[-1] if self.nodes.running else None
@@ -221,9 +233,9 @@ class _Recorder(TorchFunctionMode):
         """A call of a registered function that PyTorch does not tell of."""
         if self._not_the_models():
             return run(*args, **kwargs)
-        known = for_function(function) is not None
+        known = for_function(function)
         with _Paused(self):
-            return self._record("call_function", function, run, args, kwargs, known=known)
+            return self._record("call_function", function, run, args, kwargs, function, known)
 
     def _torch_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func == _SHAPE or func is _SIZE:
@@ -243,7 +255,7 @@ class _Recorder(TorchFunctionMode):
             kind, target = "call_method", name
         elif func in _OPERATORS:  # which go by the name of what they wrap
             kind, target = "call_method", _OPERATORS[func]
-        return self._record(kind, target, func, args, kwargs, known=for_function(func) is not None)
+        return self._record(kind, target, func, args, kwargs, func, for_function(func))
 
     def _read_size(self, func: Any, args: Any, kwargs: Any) -> Any:
         value = func(*args, **kwargs)
@@ -273,20 +285,29 @@ class _Recorder(TorchFunctionMode):
         return value
 
     def _record(
-        self, kind: str, target: Any, run: Callable, args: Any, kwargs: Any, *, known: bool
-    ) -> Any:
-        """Run one call and write it as a node; without a pattern, with the aten ops beneath it."""
+        self, kind: str, target: Any, run: Callable, args: Any, kwargs: Any, called: Any,
+        known: Pattern | None,
+    ) -> Any:  # fmt: skip
+        """Run one call and write it as a node; without a pattern, with the aten ops beneath it.
+
+        Args:
+            called: the function or module that ``run`` calls.
+            known: its pattern.
+        """
+        setitem = op_name(target) == "setitem"
         before = [(t, t._version) for t in tree.tensors((args, kwargs)) if not t.is_inference()]
         inputs = (self.nodes.argument(args), self.nodes.argument(kwargs))
-        beneath = None
-        if known:
-            value = run(*args, **kwargs)
-        else:
-            beneath = AtenRecorder(self.nodes, before)
-            with beneath:
+        if setitem:
+            target, known = set_item, for_function(set_item)
+        hollow = self.nodes.hollow.is_read(target, inputs)
+        beneath = None if known is not None else AtenRecorder(self.nodes, before)
+        zeros = stand_in(called, args, kwargs) if self.hollow and known is not None else None
+        if zeros is None:
+            with beneath or contextlib.nullcontext():
                 value = run(*args, **kwargs)
+        else:
+            value, hollow = zeros, True
         changed = [t for t, version in before if t._version != version]
-        setitem = op_name(target) == "setitem"
         if not changed and not tree.tensors(value):
             if op_name(target) in _READS_DATA:
                 for i in self.nodes.running:
@@ -294,16 +315,19 @@ class _Recorder(TorchFunctionMode):
                 for t, _ in before:
                     self.nodes.escapes(t, op_name(target))
             return value  # a number, a flag, nothing: not part of the data flow
-        if setitem:
-            target = set_item
         node = self.nodes.add(
             self.nodes.graph.create_node(kind, target, *inputs), args[0] if setitem else value
         )
         node.meta["where"] = where()
+        self.nodes.hollow.mark(node, hollow)
+        understood = known is not None and known.is_builtin
         if beneath is not None:
             node.meta["aten"] = beneath.finish(value)
-            if not changed and not followed(node.meta["aten"]):
-                node.meta["pattern"] = self._probed(node, run, args, kwargs, value)
+            understood = followed(node.meta["aten"])
+        if hollow and not understood:
+            self.nodes.hollow.ask()
+        if beneath is not None and not changed and not understood:
+            node.meta["pattern"] = self._probed(node, run, args, kwargs, value)
         result = args[0] if setitem else value
         self.nodes.learn(result, node, ())
         for t in changed:

@@ -135,20 +135,24 @@ class _Part:
 
     # -- crossing bins: an integer programme ------------------------------------------------------
 
-    def _rows(self) -> list[tuple[np.ndarray, np.ndarray, int]]:
-        """For each row of each bin: slices of each unit in it, slices that stay, its bin."""
-        rows = []
-        for b, array in enumerate(self.bins):
-            for row in np.unique(array, axis=0):
-                counts = (row[:, None] == self.units[None, :]).sum(0)
-                rows.append((counts, len(row) - counts.sum(), b))
-        return rows
+    @cached_property
+    def _rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For each row of each bin: slices of each unit in it (rows, n), slices that stay, and the
+        bin."""
+        found = [distinct_rows(rows) for rows in self.bins]
+        place, n = _places(self.units), len(self.units) + 1
+        counts = []
+        for rows in found:
+            at = place(rows) + 1 + n * np.arange(len(rows))[:, None]  # what stays comes first
+            counts.append(np.bincount(at.reshape(-1), minlength=n * len(rows)).reshape(-1, n))
+        every = np.concatenate(counts)
+        return every[:, 1:], every[:, 0], np.repeat(np.arange(len(found)), [*map(len, found)])
 
     def balanced(self, kept: np.ndarray) -> bool:
-        totals: dict[int, set[int]] = {}
-        for counts, fixed, b in self._rows():
-            totals.setdefault(b, set()).add(int(counts @ kept + fixed))
-        return all(len(values) == 1 for values in totals.values())
+        counts, fixed, bins = self._rows
+        totals = counts @ kept + fixed
+        first = np.unique(bins, return_index=True)[1]
+        return bool((totals == totals[first][bins]).all())
 
     def _search(self, sparsity: float, round_to: int) -> np.ndarray:
         finite = self.scores[np.isfinite(self.scores)]
@@ -177,11 +181,9 @@ class _Part:
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         n, m = len(self.units), len(self.bins)
-        matrix, fixed = [], []
-        for slices, constant, b in self._rows():
-            matrix.append(np.concatenate([slices, -(np.arange(m) == b).astype(float)]))
-            fixed.append(-float(constant))
-        constraints = [LinearConstraint(np.array(matrix), fixed, fixed)]
+        counts, fixed, bins = self._rows
+        matrix = np.concatenate([counts, -(bins[:, None] == np.arange(m))], axis=1, dtype=float)
+        constraints = [LinearConstraint(matrix, -fixed, -fixed)]
         if self.covers:
             cover = np.array(
                 [np.concatenate([np.isin(self.units, c), np.zeros(m)]) for c in self.covers]
