@@ -236,6 +236,21 @@ class Nodes:
             if space.get(key) is not own or _memory(own) != memory:
                 self._written(own, "")
 
+    def let_go(self) -> None:
+        """Of objects that modules only hand on, such as a cache of keys and values."""
+
+        def is_used(node: fx.Node) -> bool:
+            return any(not isinstance(user.target, type) or is_used(user) for user in node.users)
+
+        for node in self.graph.nodes:
+            if node.target in self.constants and not is_used(node):
+                self.constants[str(node.target)] = None
+
+    def kept_hollow(self) -> list[tuple[torch.Tensor, fx.Node, tuple[Any, ...]]]:
+        """The hollow tensors that are still alive, and of which results they are which part."""
+        alive = ((reference(), node, path) for reference, node, path in self._known.values())
+        return [(t, n, p) for t, n, p in alive if t is not None and n in self.hollow.nodes]
+
     def _written(self, own: torch.Tensor, line: str) -> None:
         """A mask would hand out another tensor at each reading."""
         self.kept_whole.append((self.tensor(own), "the model writes to it as it runs", line))

@@ -36,6 +36,7 @@ from .running import (
     describe,
     evaluating,
     modules_of,
+    run_node,
     uncollected,
     wanted,
 )
@@ -89,16 +90,20 @@ def record(
         training: run it in training mode, to see what its code does there.
     """
     if possible(modules_of(model).values()):
+        recorder, found = _Recorder(model, hollow=True), None
         with contextlib.suppress(ValuesNeeded, InputError):
-            return _record(model, example_input, only, training, hollow=True)
-    return _record(model, example_input, only, training, hollow=False)
+            found = _record(recorder, example_input, only, training)
+        _fill(recorder, example_input, training)
+        if found is not None:
+            return found
+    return _record(_Recorder(model, hollow=False), example_input, only, training)
 
 
 def _record(
-    model: nn.Module, example_input: Any, only: Sequence[str] | None, training: bool, hollow: bool
+    recorder: _Recorder, example_input: Any, only: Sequence[str] | None, training: bool
 ) -> Trace:
     args, kwargs = bind_inputs(example_input)
-    recorder = _Recorder(model, hollow=hollow)
+    model = recorder.model
     with (
         _LOCK,
         uncollected(),
@@ -127,16 +132,31 @@ def _record(
             raise ValuesNeeded
         recorder.nodes.close()
         recorder.nodes.graph.output(recorder.nodes.argument(wanted(model, output, only)))
-    nodes = recorder.nodes
-    return Trace(
-        nodes.graph,
-        model,
-        recorder.calls,
-        nodes.constants,
-        recorder.called,
-        nodes.named,
-        nodes.kept_whole,
-    )
+        recorder.nodes.let_go()
+    return recorder.trace()
+
+
+def _fill(recorder: _Recorder, example_input: Any, training: bool) -> None:
+    """Where the model, or anyone, has kept a hollow tensor beyond the run (in a cache, say), it is
+    given the values that the recorded calls compute."""
+    kept = recorder.nodes.kept_hollow()
+    if not kept:
+        return
+    args, kwargs = bind_inputs(example_input)
+    inputs = iter([*args, *kwargs.values()])
+    trace = recorder.trace()
+    with evaluating(recorder.model, training=training), torch.no_grad():
+        values: dict[fx.Node, Any] = {}
+        for node in trace.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(inputs)
+            elif node.op == "get_attr":
+                values[node] = trace.tensor(str(node.target))
+            elif node.op != "output":
+                given = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = run_node(node, trace.modules.get(str(node.target)), *given)
+        for tensor, node, path in kept:
+            tensor.copy_(functools.reduce(operator.getitem, path, values[node]))
 
 
 class _Recorder(TorchFunctionMode):
@@ -156,6 +176,18 @@ class _Recorder(TorchFunctionMode):
         self._suspended = False
         self._inside_torch = False
         self._probes: dict[Any, Pattern | None] = {}
+
+    def trace(self) -> Trace:
+        nodes = self.nodes
+        return Trace(
+            nodes.graph,
+            self.model,
+            self.calls,
+            nodes.constants,
+            self.called,
+            nodes.named,
+            nodes.kept_whole,
+        )
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:

@@ -51,7 +51,7 @@ def written(trace) -> list[tuple]:
 
 def of_both(model, x):
     return [
-        written(recorder._record(model.eval(), x, None, training=False, hollow=hollow))
+        written(recorder._record(recorder._Recorder(model.eval(), hollow=hollow), x, None, False))
         for hollow in (True, False)
     ]
 
@@ -196,7 +196,7 @@ def test_where_a_value_is_needed_the_model_runs_for_real(forward):
     x = torch.randn(2, 3, 8, 8)
     assert "convolution" in computed(model, x)
     with pytest.raises((ValuesNeeded, fxprune.InputError)):
-        recorder._record(model.eval(), x, None, training=False, hollow=True)
+        recorder._record(recorder._Recorder(model.eval(), hollow=True), x, None, False)
     assert "three" not in str(fxprune.trace(model, x).graph)
 
 
@@ -243,3 +243,42 @@ def test_the_models_own_error_is_the_one_that_is_chained():
     with pytest.raises(fxprune.InputError) as caught:
         fxprune.trace(model, torch.randn(1, 3, 8, 8))
     assert "mat1 and mat2" in str(caught.value.__cause__)
+
+
+class Keeping(nn.Module):
+    """Keeps what it computes where recording does not put it back."""
+
+    def __init__(self, decide: bool) -> None:
+        super().__init__()
+        self.table = nn.Linear(4, 6)
+        self.conv = nn.Conv2d(3, 6, 3)
+        self.out = nn.Conv2d(6, 2, 1)
+        self.kept: list[torch.Tensor] = []
+        self.decide = decide
+
+    def forward(self, x):
+        if not self.kept:
+            self.kept.append(self.table(torch.eye(4)).relu_().mean(0)[:, None, None])
+        x = self.conv(x) + self.kept[0]
+        if self.decide and x.mean() > 1e9:
+            return x
+        return self.out(x)
+
+
+@pytest.mark.parametrize("decide", [False, True])
+def test_what_a_model_keeps_of_a_recording_has_its_values(decide):
+    model, x = Keeping(decide).eval(), torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        before = model(x)
+        expected = model.kept.pop()
+        fxprune.trace(model, x)
+        assert torch.equal(model.kept[0], expected)
+        assert torch.equal(model(x), before)
+
+
+def test_no_hollow_tensor_outlives_a_recording():
+    model, x = Vision().eval(), torch.randn(2, 3, 16, 16)
+    made = recorder._Recorder(model, hollow=True)
+    recorder._record(made, x, None, False)
+    assert made.nodes.hollow.nodes
+    assert made.nodes.kept_hollow() == []
