@@ -182,7 +182,8 @@ class _Part:
 
         n, m = len(self.units), len(self.bins)
         counts, fixed, bins = self._rows
-        matrix = np.concatenate([counts, -(bins[:, None] == np.arange(m))], axis=1, dtype=float)
+        total_of = (bins[:, None] == np.arange(m)).astype(float)
+        matrix = np.concatenate([counts, -total_of], axis=1)
         constraints = [LinearConstraint(matrix, -fixed, -fixed)]
         if self.covers:
             cover = np.array(
