@@ -14,6 +14,7 @@ from .channels import distinct, distinct_rows
 # Relative gap at which the search for the best balanced choice may stop.
 _GAP = 1e-3
 _SECONDS = 10.0
+_ROUNDING = 1e-6  # of a solution in whole numbers
 
 
 @dataclass
@@ -191,13 +192,17 @@ class _Part:
             )
             constraints.append(LinearConstraint(cover, 1, np.inf))
         lower = np.zeros(n) if forced is None else forced.astype(float)
-        result = milp(
-            np.concatenate([-gain, np.zeros(m)]),
-            integrality=np.ones(n + m),
-            bounds=Bounds(np.concatenate([lower, low]), np.concatenate([np.ones(n), high])),
-            constraints=constraints,
-            options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
-        )
+        # Mostly the answer in fractions has none, and it is found in a tenth of the time.
+        for whole in (False, True):
+            result = milp(
+                np.concatenate([-gain, np.zeros(m)]),
+                integrality=np.full(n + m, int(whole)),
+                bounds=Bounds(np.concatenate([lower, low]), np.concatenate([np.ones(n), high])),
+                constraints=constraints,
+                options={"presolve": whole, "mip_rel_gap": _GAP, "time_limit": _SECONDS},
+            )
+            if result.x is None or np.abs(result.x - result.x.round()).max() < _ROUNDING:
+                break
         return None if result.x is None else result.x[:n] > 0.5
 
 
