@@ -51,8 +51,12 @@ def possible(modules: Iterable[nn.Module]) -> bool:
     return all(type(hook).__module__.startswith("torch.nn.utils.") for hook in hooks)
 
 
-def stand_in(called: Any, args: Any, kwargs: Any) -> Any:
-    """Zeros of the form of what a function or a module returns, or None where it has to run."""
+def stand_in(called: Any, args: Any, kwargs: Any, forms: dict[Any, Any]) -> Any:
+    """Zeros of the form of what a function or a module returns, or None where it has to run.
+
+    Args:
+        forms: those of all calls so far, for layers repeat.
+    """
     module = called if isinstance(called, nn.Module) else None
     kind = called if module is None else _class_of(module)
     if kind not in _COSTLY or "out" in kwargs or torch.is_autocast_enabled("cpu"):
@@ -64,13 +68,22 @@ def stand_in(called: Any, args: Any, kwargs: Any) -> Any:
         return None
     if kind in _CONVOLUTIONS and any(map(_is_channels_last, given)):
         return None  # for which the meta device says other strides than the CPU has
-    args, kwargs = tree.map_tensors((args, kwargs), _meta)
-    if module is None:
-        value = called(*args, **kwargs)
-    else:
-        metas = {name: _meta(t) for name, t in own.items()}
-        value = torch.func.functional_call(module, metas, args, kwargs)
-    return tree.map_tensors(value, _zeros)
+    # A module's numbers (strides, groups) are plain attributes.
+    numbers = [
+        v
+        for v in (vars(module) if module else {}).values()
+        if isinstance(v, (int, float, tuple, str))
+    ]
+    settings = tree.map_tensors((args, kwargs, numbers), lambda _: "tensor")
+    key = kind, repr(settings), tuple((t.shape, t.stride(), t.dtype) for t in given)
+    if key not in forms:
+        args, kwargs = tree.map_tensors((args, kwargs), _meta)
+        if module is None:
+            forms[key] = called(*args, **kwargs)
+        else:
+            metas = {name: _meta(t) for name, t in own.items()}
+            forms[key] = torch.func.functional_call(module, metas, args, kwargs)
+    return tree.map_tensors(forms[key], _zeros)
 
 
 def _class_of(module: nn.Module) -> type | None:
@@ -85,6 +98,7 @@ class Hollow:
 
     def __init__(self) -> None:
         self.nodes: set[fx.Node] = set()
+        self.forms: dict[Any, Any] = {}
         self.asked = False
 
     def spread_to(self, node: fx.Node) -> None:

@@ -333,7 +333,9 @@ class _Recorder(TorchFunctionMode):
             target, known = set_item, for_function(set_item)
         hollow = self.nodes.hollow.is_read(target, inputs)
         beneath = None if known is not None else AtenRecorder(self.nodes, before)
-        zeros = stand_in(called, args, kwargs) if self.hollow and known is not None else None
+        zeros = None
+        if self.hollow and known is not None:
+            zeros = stand_in(called, args, kwargs, self.nodes.hollow.forms)
         if zeros is None:
             with beneath or contextlib.nullcontext():
                 value = run(*args, **kwargs)

@@ -119,7 +119,7 @@ def convolutions(draw):
 def test_zeros_lie_in_memory_as_the_result_of_a_convolution_would(drawn):
     layer, x = drawn
     with torch.no_grad():
-        found, real = stand_in(layer, (x,), {}), layer(x)
+        found, real = stand_in(layer, (x,), {}, {}), layer(x)
     if found is None:
         assert x.movedim(1, -1).is_contiguous()
         return
@@ -141,7 +141,7 @@ def test_zeros_lie_in_memory_as_the_result_of_a_product_would(function, shapes, 
     args = tuple(torch.randn(shape) for shape in shapes)
     if turned:
         args = tuple(t.transpose(-1, -2).contiguous().mT if t.dim() > 1 else t for t in args)
-    found, real = stand_in(function, args, {}), function(*args)
+    found, real = stand_in(function, args, {}, {}), function(*args)
     assert (found.shape, found.stride(), found.dtype) == (real.shape, real.stride(), real.dtype)
 
 
@@ -213,15 +213,15 @@ def test_a_hook_of_the_users_sees_the_real_values():
 def test_a_layer_with_a_forward_of_its_own_runs():
     layer = nn.Linear(3, 3)
     layer.forward = lambda x: x
-    assert stand_in(layer, (torch.randn(2, 3),), {}) is None
+    assert stand_in(layer, (torch.randn(2, 3),), {}, {}) is None
 
 
 def test_other_dtypes_in_one_call_and_autocast_run():
     a, b = torch.randn(2, 3), torch.randn(3, 4)
-    assert stand_in(torch.matmul, (a, b.double()), {}) is None
-    assert stand_in(torch.matmul, (a, b), {}) is not None
+    assert stand_in(torch.matmul, (a, b.double()), {}, {}) is None
+    assert stand_in(torch.matmul, (a, b), {}, {}) is not None
     with torch.autocast("cpu", torch.bfloat16):
-        assert stand_in(torch.matmul, (a, b), {}) is None
+        assert stand_in(torch.matmul, (a, b), {}, {}) is None
 
 
 def test_a_mask_made_of_a_hollow_tensors_shape_is_real():
