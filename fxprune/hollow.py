@@ -32,6 +32,7 @@ _COSTLY = _CONVOLUTIONS | {
     torch.bmm, torch.mm, torch.addmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm,
     Tensor.mm,
 }  # fmt: skip
+_NUMBERS = (int, float, tuple, str)
 # Of its first argument such a call takes shape and type only.
 _FRESH = {
     "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros",
@@ -69,13 +70,9 @@ def stand_in(called: Any, args: Any, kwargs: Any, forms: dict[Any, Any]) -> Any:
     if kind in _CONVOLUTIONS and any(map(_is_channels_last, given)):
         return None  # for which the meta device says other strides than the CPU has
     # A module's numbers (strides, groups) are plain attributes.
-    numbers = [
-        v
-        for v in (vars(module) if module else {}).values()
-        if isinstance(v, (int, float, tuple, str))
-    ]
-    settings = tree.map_tensors((args, kwargs, numbers), lambda _: "tensor")
-    key = kind, repr(settings), tuple((t.shape, t.stride(), t.dtype) for t in given)
+    numbers = [v for v in (vars(module) if module else {}).values() if isinstance(v, _NUMBERS)]
+    settings = repr((tree.map_tensors((args, kwargs), lambda _: "tensor"), numbers))
+    key = kind, settings, tuple((t.shape, t.stride(), t.dtype) for t in given)
     if key not in forms:
         args, kwargs = tree.map_tensors((args, kwargs), _meta)
         if module is None:
