@@ -22,7 +22,6 @@ from torch.nn.utils.rnn import PackedSequence
 from . import sizes, tree
 from .errors import ModelError
 from .fixed import fixed_tensors
-from .hollow import Hollow
 from .recording import after_write
 from .running import named_tensors, read_attribute
 from .spec import BASIC, spec
@@ -56,7 +55,6 @@ class Nodes:
         self._held = [(*one, _memory(one[2])) for one in held if one[2].layout == torch.strided]
         self.constants: dict[str, Any] = {}
         self.kept_whole: list[tuple[fx.Node, str, str]] = []
-        self.hollow = Hollow()
         self._handing = False
         # id of a live tensor -> (weak reference, node, path of keys into the node's result)
         self._known: dict[int, tuple[weakref.ref, fx.Node, tuple[Any, ...]]] = {}
@@ -86,7 +84,6 @@ class Nodes:
         node.meta["call"] = self.running[-1] if self.running else None
         node.meta["index"] = self.count
         self.count += 1
-        self.hollow.spread_to(node)
         return node
 
     def learn(self, value: Any, node: fx.Node, path: tuple[Any, ...]) -> None:
@@ -131,10 +128,8 @@ class Nodes:
         return self._constant(value, "object")
 
     def escapes(self, value: torch.Tensor, to: str) -> None:
-        node = self.tensor(value)
-        if node in self.hollow.nodes:
-            self.hollow.ask()
-        self.kept_whole.append((node, f"its values leave PyTorch through {to}", where()))
+        reason = f"its values leave PyTorch through {to}"
+        self.kept_whole.append((self.tensor(value), reason, where()))
 
     def handed(self, value: Any) -> Any:
         """``value`` from one module of the model to another."""
@@ -208,7 +203,6 @@ class Nodes:
         key = sizes.expression(number)
         if key not in self._memo:
             self._memo[key] = self.add(self._size_node(origin), number)
-            self.hollow.mark(self._memo[key], False)  # sizes are as they would be
         return self._memo[key]
 
     def own(self, number: Any) -> Any:
@@ -245,11 +239,6 @@ class Nodes:
         for node in self.graph.nodes:
             if node.target in self.constants and not is_used(node):
                 self.constants[str(node.target)] = None
-
-    def kept_hollow(self) -> list[tuple[torch.Tensor, fx.Node, tuple[Any, ...]]]:
-        """The hollow tensors that are still alive, and of which results they are which part."""
-        alive = ((reference(), node, path) for reference, node, path in self._known.values())
-        return [(t, n, p) for t, n, p in alive if t is not None and n in self.hollow.nodes]
 
     def _written(self, own: torch.Tensor, line: str) -> None:
         """A mask would hand out another tensor at each reading."""

@@ -1,8 +1,8 @@
 """Recording one run of a model as an fx graph.
 
-The model's code runs under a function mode that writes each torch call as a node. Module classes
-with a pattern, and childless modules of ``torch.nn``, become one ``call_module`` node.
-:mod:`fxprune.nodes` knows which node each value is, :mod:`fxprune.hollow` where zeros will do.
+The model runs once, for real, under a function mode that writes each torch call as a node. Module
+classes with a pattern, and childless modules of ``torch.nn``, become one ``call_module`` node.
+:mod:`fxprune.nodes` knows which node each value is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from . import caches, sizes, tree
 from .aten import AtenRecorder, followed
 from .errors import InputError, PruningError
 from .flags import read_training, training_argument
-from .hollow import ValuesNeeded, possible, stand_in
 from .mask import is_of_masks, unmasked
 from .nodes import Nodes, where
 from .ops import op_name
@@ -36,7 +35,6 @@ from .running import (
     describe,
     evaluating,
     modules_of,
-    run_node,
     uncollected,
     wanted,
 )
@@ -45,8 +43,9 @@ from .told import module_calls, told
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
-_READS_DATA = ("bool", "int", "float", "index", "item", "tolist", "numpy", "array", "equal",
-               "allclose", "contains", "dlpack")  # fmt: skip
+_READS_DATA = ("bool", "int", "float", "complex", "index", "item", "local_scalar_dense", "tolist",
+               "numpy", "array", "dlpack", "equal", "allclose", "contains",
+               "is_nonzero")  # fmt: skip
 # Recording swaps the code of modules' calls and of registered functions: one at a time.
 _LOCK = threading.RLock()
 
@@ -54,7 +53,7 @@ _LOCK = threading.RLock()
 def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
     """Record one run of ``model`` as a runnable, printable :class:`torch.fx.GraphModule`.
 
-    The model runs in eval mode without gradients, and is left as it was. Whatever Python the
+    The model runs once in eval mode without gradients, and is left as it was. Whatever Python the
     model runs (conditions, loops, helpers) is followed as it happens; the graph holds what this
     input made it do. Sizes that the model reads from its inputs stay expressions, so the graph
     is right for other batch sizes too. Like the model it shares tensors with, it can be told to
@@ -89,21 +88,8 @@ def record(
         only: names of the entries of its result that are its outputs; None for all.
         training: run it in training mode, to see what its code does there.
     """
-    if possible(modules_of(model).values()):
-        recorder, found = _Recorder(model, hollow=True), None
-        with contextlib.suppress(ValuesNeeded, InputError):
-            found = _record(recorder, example_input, only, training)
-        _fill(recorder, example_input, training)
-        if found is not None:
-            return found
-    return _record(_Recorder(model, hollow=False), example_input, only, training)
-
-
-def _record(
-    recorder: _Recorder, example_input: Any, only: Sequence[str] | None, training: bool
-) -> Trace:
     args, kwargs = bind_inputs(example_input)
-    model = recorder.model
+    recorder = _Recorder(model)
     with (
         _LOCK,
         uncollected(),
@@ -128,42 +114,25 @@ def _record(
                 "model takes: a tensor, a tuple of positional arguments, or a mapping of "
                 "keyword arguments."
             ) from error
-        if recorder.nodes.hollow.asked:
-            raise ValuesNeeded
         recorder.nodes.close()
         recorder.nodes.graph.output(recorder.nodes.argument(wanted(model, output, only)))
         recorder.nodes.let_go()
-    return recorder.trace()
-
-
-def _fill(recorder: _Recorder, example_input: Any, training: bool) -> None:
-    """Where the model, or anyone, has kept a hollow tensor beyond the run (in a cache, say), it is
-    given the values that the recorded calls compute."""
-    kept = recorder.nodes.kept_hollow()
-    if not kept:
-        return
-    args, kwargs = bind_inputs(example_input)
-    inputs = iter([*args, *kwargs.values()])
-    trace = recorder.trace()
-    with evaluating(recorder.model, training=training), torch.no_grad():
-        values: dict[fx.Node, Any] = {}
-        for node in trace.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = next(inputs)
-            elif node.op == "get_attr":
-                values[node] = trace.tensor(str(node.target))
-            elif node.op != "output":
-                given = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = run_node(node, trace.modules.get(str(node.target)), *given)
-        for tensor, node, path in kept:
-            tensor.copy_(functools.reduce(operator.getitem, path, values[node]))
+    nodes = recorder.nodes
+    return Trace(
+        nodes.graph,
+        model,
+        recorder.calls,
+        nodes.constants,
+        recorder.called,
+        nodes.named,
+        nodes.kept_whole,
+    )
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, model: nn.Module, *, hollow: bool) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.hollow = hollow
         modules = modules_of(model)
         self.nodes = Nodes(model, modules)
         self.calls: list[ModuleCall] = []
@@ -176,18 +145,6 @@ class _Recorder(TorchFunctionMode):
         self._suspended = False
         self._inside_torch = False
         self._probes: dict[Any, Pattern | None] = {}
-
-    def trace(self) -> Trace:
-        nodes = self.nodes
-        return Trace(
-            nodes.graph,
-            self.model,
-            self.calls,
-            nodes.constants,
-            self.called,
-            nodes.named,
-            nodes.kept_whole,
-        )
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -230,7 +187,8 @@ class _Recorder(TorchFunctionMode):
                 def run(*args: Any, **kwargs: Any) -> Any:
                     return original(m, *args, **kwargs)
 
-                return self._record("call_module", path, run, args, kwargs, m, for_module(m))
+                known = for_module(m) is not None
+                return self._record("call_module", path, run, args, kwargs, known=known)
         with _Paused(self):
             handed = self.nodes.handed(args), self.nodes.handed(kwargs)
         parent = self.nodes.running[-1] if self.nodes.running else None
@@ -265,9 +223,9 @@ class _Recorder(TorchFunctionMode):
         """A call of a registered function that PyTorch does not tell of."""
         if self._not_the_models():
             return run(*args, **kwargs)
-        known = for_function(function)
+        known = for_function(function) is not None
         with _Paused(self):
-            return self._record("call_function", function, run, args, kwargs, function, known)
+            return self._record("call_function", function, run, args, kwargs, known=known)
 
     def _torch_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func == _SHAPE or func is _SIZE:
@@ -287,7 +245,7 @@ class _Recorder(TorchFunctionMode):
             kind, target = "call_method", name
         elif func in _OPERATORS:  # which go by the name of what they wrap
             kind, target = "call_method", _OPERATORS[func]
-        return self._record(kind, target, func, args, kwargs, func, for_function(func))
+        return self._record(kind, target, func, args, kwargs, known=for_function(func) is not None)
 
     def _read_size(self, func: Any, args: Any, kwargs: Any) -> Any:
         value = func(*args, **kwargs)
@@ -317,30 +275,21 @@ class _Recorder(TorchFunctionMode):
         return value
 
     def _record(
-        self, kind: str, target: Any, run: Callable, args: Any, kwargs: Any, called: Any,
-        known: Pattern | None,
-    ) -> Any:  # fmt: skip
-        """Run one call and write it as a node; without a pattern, with the aten ops beneath it.
-
-        Args:
-            called: the function or module that ``run`` calls.
-            known: its pattern.
-        """
+        self, kind: str, target: Any, run: Callable, args: Any, kwargs: Any, *, known: bool
+    ) -> Any:
+        """Run one call and write it as a node; without a pattern, with the aten ops beneath it."""
         setitem = op_name(target) == "setitem"
+        if setitem:
+            target, known = set_item, for_function(set_item) is not None
         before = [(t, t._version) for t in tree.tensors((args, kwargs)) if not t.is_inference()]
         inputs = (self.nodes.argument(args), self.nodes.argument(kwargs))
-        if setitem:
-            target, known = set_item, for_function(set_item)
-        hollow = self.nodes.hollow.is_read(target, inputs)
-        beneath = None if known is not None else AtenRecorder(self.nodes, before)
-        zeros = None
-        if self.hollow and known is not None:
-            zeros = stand_in(called, args, kwargs, self.nodes.hollow.forms)
-        if zeros is None:
-            with beneath or contextlib.nullcontext():
-                value = run(*args, **kwargs)
+        beneath = None
+        if known:
+            value = run(*args, **kwargs)
         else:
-            value, hollow = zeros, True
+            beneath = AtenRecorder(self.nodes, before)
+            with beneath:
+                value = run(*args, **kwargs)
         changed = [t for t, version in before if t._version != version]
         if not changed and not tree.tensors(value):
             if op_name(target) in _READS_DATA:
@@ -353,15 +302,10 @@ class _Recorder(TorchFunctionMode):
             self.nodes.graph.create_node(kind, target, *inputs), args[0] if setitem else value
         )
         node.meta["where"] = where()
-        self.nodes.hollow.mark(node, hollow)
-        understood = known is not None and known.is_builtin
         if beneath is not None:
             node.meta["aten"] = beneath.finish(value)
-            understood = followed(node.meta["aten"])
-        if hollow and not understood:
-            self.nodes.hollow.ask()
-        if beneath is not None and not changed and not understood:
-            node.meta["pattern"] = self._probed(node, run, args, kwargs, value)
+            if not changed and not followed(node.meta["aten"]):
+                node.meta["pattern"] = self._probed(node, run, args, kwargs, value)
         result = args[0] if setitem else value
         self.nodes.learn(result, node, ())
         for t in changed:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import inspect
 import pkgutil
 import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from .errors import PatternError
 from .ops import key_of, op_name
@@ -179,7 +181,8 @@ def load_provided() -> None:
 def for_module(instance: nn.Module) -> Pattern | None:
     """The pattern of a module: its class's or that of a base class whose ``forward`` it runs.
 
-    A subclass with a forward of its own computes something else, and has no pattern.
+    A subclass with a forward of its own, or with another meaning of what the forward goes by (a
+    ``weight`` that is computed), computes something else, and has no pattern.
     """
     load()
     forward = type(instance).forward
@@ -189,8 +192,38 @@ def for_module(instance: nn.Module) -> Pattern | None:
             if cls in layer.modules:
                 made = layer.modules[cls]
                 known = (getattr(cls, "forward", None), made.forward)
-                return made if forward in known else None
+                alone = _leaves_alone(type(instance), cls)  # type: ignore[arg-type]
+                return made if forward in known and alone else None
     return None
+
+
+@lru_cache(maxsize=512)
+def _leaves_alone(subclass: type, cls: type) -> bool:
+    """Whether a subclass defines nothing that the forward of its base class reads or calls."""
+    names = _read_by(cls)
+    for between in subclass.__mro__[: subclass.__mro__.index(cls)]:
+        for name, value in vars(between).items():
+            parametrized = getattr(value, "fget", None)
+            if getattr(parametrized, "__module__", "") == parametrize.__name__:
+                continue  # which has a way of its own
+            if name in names or name in ("__getattr__", "__getattribute__"):
+                return False
+    return True
+
+
+@lru_cache(maxsize=512)
+def _read_by(cls: type) -> frozenset[str]:
+    """The names in the code of a class's forward and of the methods that it calls, but of those
+    that only check their arguments."""
+    found: set[str] = set()
+    waiting = ["forward"]
+    while waiting:
+        method = inspect.unwrap(getattr(cls, waiting.pop(), None) or str)
+        names = set(method.__code__.co_names) if inspect.isfunction(method) else set()
+        new = {n for n in names - found if not n.lstrip("_").startswith("check")}
+        found |= new
+        waiting += new
+    return frozenset(found)
 
 
 def for_function(target: Any) -> Pattern | None:

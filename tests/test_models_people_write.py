@@ -55,6 +55,44 @@ def test_weight_standardisation():
     assert small[1].weight.shape[0] == 4
 
 
+class StandardizedInside(nn.Conv2d):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight - weight.mean((1, 2, 3), keepdim=True), bias)
+
+
+class Scaled(nn.Linear):
+    """A linear layer whose weight is a property."""
+
+    def __init__(self, reads, makes):
+        super().__init__(reads, makes)
+        self.raw = nn.Parameter(self._parameters.pop("weight").detach())
+        self.scale = nn.Parameter(torch.rand(makes, 1) + 0.5)
+
+    @property
+    def weight(self):
+        return self.raw * self.scale
+
+
+class OfAnyRank(nn.BatchNorm2d):
+    def _check_input_dim(self, x):
+        pass
+
+
+def test_a_subclass_that_computes_what_the_forward_of_its_base_reads_is_followed_inside():
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), StandardizedInside(8, 8, 3), nn.Sigmoid(), nn.Conv2d(8, 2, 1)
+    )
+    assert check(net, image())[1][1].weight.shape[0] == 4
+    net = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), Scaled(8, 8), nn.Sigmoid(), nn.Linear(8, 2))
+    plan, small = check(net, rows())
+    assert small[2].weight.shape == (4, 4)
+
+
+def test_a_subclass_with_checks_of_its_own_is_the_layer():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), OfAnyRank(8), nn.Sigmoid(), nn.Conv2d(8, 2, 1))
+    assert check(net, image())[1][1].num_features == 4
+
+
 def test_layer_norm_over_a_stack_is_left_whole():
     def forward(s, x):
         return s.o(s.ln(torch.stack([s.a(x), s.g(x)], 1)).flatten(1))

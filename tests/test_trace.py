@@ -7,6 +7,7 @@ import itertools
 import math
 import operator
 import types
+import weakref
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import fxprune
+from fxprune.recorder import record
 
 from .oracle import difference, run
 
@@ -209,3 +211,42 @@ def test_sizes_keep_their_origin_through_products_sequences_and_a_config():
     assert width.target == "config.width"
     assert item.target is operator.getitem and item.args[0].target == "sizes" and item.args[1] == 1
     assert type(config.width) is int
+
+
+@pytest.mark.parametrize(
+    "read",
+    [bool, int, float, complex, torch.is_nonzero, torch.Tensor.is_nonzero, torch.Tensor.item,
+     torch.ops.aten._local_scalar_dense, torch.Tensor.__dlpack__, torch.Tensor.numpy],
+)  # fmt: skip
+def test_a_run_whose_code_looks_at_values_says_so(read):
+    def forward(net, x):
+        read(x.sum())
+        return net.a(x)
+
+    recorded = record(Net(forward, a=nn.Linear(4, 2)), torch.ones(3, 4))
+    assert recorded.calls[0].reads_data
+    assert [str(node.target) for node, _, _ in recorded.kept_whole] == ["sum"]
+
+
+class Cache:
+    """What a model hands from module to module."""
+
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+
+
+def test_a_recording_lets_go_of_objects_that_are_only_handed_on():
+    caches = []
+
+    class Layer(nn.Linear):
+        def forward(self, x, cache):
+            cache.keys.append(super().forward(x))
+            return cache.keys[-1]
+
+    def forward(net, x):
+        cache = Cache()
+        caches.append(weakref.ref(cache))
+        return net.b(net.a(x, cache), cache)
+
+    recorded = record(Net(forward, a=Layer(4, 4), b=Layer(4, 2)), torch.ones(3, 4))
+    assert len(recorded.graph.nodes) > 3 and caches[0]() is None
