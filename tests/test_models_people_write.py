@@ -162,3 +162,14 @@ def test_inference_mode_around_the_call():
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double().eval()
     with torch.inference_mode():
         assert fxprune.prune(net, rows())[0].out_features == 4
+
+
+@pytest.mark.parametrize("call", [F.embedding, F.embedding_bag], ids=["rows", "bags"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_tables_that_code_looks_up_by_itself(call, scaled):
+    def forward(s, x):
+        return s.b(call(x, s.table * 0.5 if scaled else s.table).sigmoid())
+
+    net = Net(forward, table=nn.Parameter(torch.randn(10, 8)), b=nn.Linear(8, 2))
+    plan, small = check(net, torch.randint(0, 10, (3, 4)))
+    assert small.table.shape == (10, 4)
