@@ -163,7 +163,8 @@ def uncollected() -> Iterator[None]:
 def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     """Eval mode inside; or training mode, but for PyTorch's own layers: a norm might not run in it.
     Afterwards all is as it was: flags, buffers, whatever the modules have set on themselves while
-    running, and the state of the random number generators."""
+    running, and the state of the random number generators. What a forward writes into parameters
+    stays written, for a copy of all of them would be needed; those that it sets are set back."""
     modules = list(dict.fromkeys(modules_of(model).values()))
     spaces = [
         (space, dict(space))
@@ -179,7 +180,8 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     buffers = [
         (b, b.data, _version(b), b.detach().clone()) for b in {id(t): t for t in held}.values()
     ]
-    parameters = (p for m in modules for p in m._parameters.values() if p is not None)
+    parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+    memories = [(p, p.data) for p in parameters if p.layout == torch.strided]
     devices = {p.device.index for p in parameters if p.device.type == "cuda"}
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
@@ -195,6 +197,9 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
             for space, before in spaces:
                 if space or before:
                     _restore(space, before)
+            for parameter, memory in memories:
+                if parameter.data_ptr() != memory.data_ptr() or parameter.shape != memory.shape:
+                    parameter.data = memory
             with torch.no_grad():
                 # No version tells of writes in inference mode, or of those of norms that train.
                 untold = training or torch.is_inference_mode_enabled()

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import fxprune
 
@@ -143,3 +144,21 @@ def test_reading_the_weight_of_a_spectral_norm_is_no_step_of_its_iteration():
     assert torch.equal(
         before["0.parametrizations.weight.0._u"], small[0].parametrizations.weight[0]._u
     )
+
+
+def test_a_parameter_that_a_forward_sets_is_set_back():
+    class PowerIteration(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 4))
+            self.u = nn.Parameter(torch.randn(4), requires_grad=False)
+
+        def forward(self, x):
+            v = F.normalize(self.weight @ self.u, dim=0)
+            self.u.data = F.normalize(self.weight.mT @ v, dim=0)
+            return x @ (self.weight / (v @ self.weight @ self.u)).mT
+
+    model, x = PowerIteration().eval(), torch.randn(3, 4)
+    before, memory = model.u.detach().clone(), model.u.data_ptr()
+    fxprune.plan(model, x)
+    assert torch.equal(model.u, before) and model.u.data_ptr() == memory
