@@ -216,6 +216,8 @@ class _Body:
     def _check(self) -> None:
         if self.call.reads_data:
             raise CannotRewrite(f"the code of {self.name} depends on the values of tensors")
+        if "forward" in vars(self.module):  # which would hide that of any class
+            raise CannotRewrite(f"the forward of {self.name} was replaced on the module itself")
         forward = type(self.module).forward
         names = getattr(getattr(forward, "__code__", None), "co_names", ())
         inside = own_nodes(self.trace, self.index)

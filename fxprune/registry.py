@@ -185,7 +185,7 @@ def for_module(instance: nn.Module) -> Pattern | None:
     ``weight`` that is computed), computes something else, and has no pattern.
     """
     load()
-    forward = type(instance).forward
+    forward = getattr(instance.forward, "__func__", instance.forward)  # it may have been replaced
     layers = _layers()
     for cls in type(instance).__mro__:
         for layer in layers:

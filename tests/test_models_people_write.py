@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -173,3 +176,44 @@ def test_tables_that_code_looks_up_by_itself(call, scaled):
     net = Net(forward, table=nn.Parameter(torch.randn(10, 8)), b=nn.Linear(8, 2))
     plan, small = check(net, torch.randint(0, 10, (3, 4)))
     assert small.table.shape == (10, 4)
+
+
+def centred(self, x):
+    return F.linear(x, self.weight - self.weight.mean(1, keepdim=True), self.bias)
+
+
+def halved(layer, x):
+    return layer.before(x * 0.5)
+
+
+@pytest.mark.parametrize("how", ["method", "wrapped"])
+def test_a_forward_that_was_replaced_on_one_layer_is_followed_inside(how):
+    net = nn.Sequential(
+        nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 2)
+    )
+    layer = net[2]
+    if how == "method":
+        layer.forward = types.MethodType(centred, layer)
+    else:  # as libraries do that move layers between devices
+        layer.before = layer.forward
+        layer.forward = functools.partial(halved, layer)
+    plan, small = check(net, rows())
+    assert small[4].weight.shape == (2, 4)
+
+
+class Flattening(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        return self.b(self.a(x).view(-1, 8).sigmoid())
+
+
+def test_a_forward_that_was_replaced_on_the_module_is_not_written_anew():
+    net = nn.Sequential(Flattening(), nn.Sigmoid(), nn.Linear(6, 2))
+    net[0].before = net[0].forward
+    net[0].forward = functools.partial(halved, net[0])
+    plan, small = check(net, rows())
+    assert "replaced on the module itself" in dict(plan.skipped)["0.a"]
+    assert small[0].b.out_features == 3
