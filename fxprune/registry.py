@@ -203,9 +203,9 @@ def _leaves_alone(subclass: type, cls: type) -> bool:
     names = _read_by(cls)
     for between in subclass.__mro__[: subclass.__mro__.index(cls)]:
         for name, value in vars(between).items():
-            parametrized = getattr(value, "fget", None)
-            if getattr(parametrized, "__module__", "") == parametrize.__name__:
-                continue  # which has a way of its own
+            getter = getattr(value, "fget", None)
+            if getattr(getter, "__module__", "") == parametrize.__name__:
+                continue  # parametrized tensors are known by their names
             if name in names or name in ("__getattr__", "__getattribute__"):
                 return False
     return True
@@ -218,7 +218,7 @@ def _read_by(cls: type) -> frozenset[str]:
     found: set[str] = set()
     waiting = ["forward"]
     while waiting:
-        method = inspect.unwrap(getattr(cls, waiting.pop(), None) or str)
+        method = inspect.unwrap(getattr(cls, waiting.pop(), None))  # type: ignore[arg-type]
         names = set(method.__code__.co_names) if inspect.isfunction(method) else set()
         new = {n for n in names - found if not n.lstrip("_").startswith("check")}
         found |= new
