@@ -181,7 +181,8 @@ class _Recorder(TorchFunctionMode):
                 value = original(m, *args, **kwargs)
                 self.nodes.learn(value, self.nodes.named_node(unmasked(path), value), ())
             return value
-        if self.is_leaf(m) and m is not self.model:
+        leaf = self.is_leaf(m) and m is not self.model
+        if leaf and not self._hooks_act(original, m, args, kwargs):
             with _Paused(self):
 
                 def run(*args: Any, **kwargs: Any) -> Any:
@@ -204,6 +205,32 @@ class _Recorder(TorchFunctionMode):
                 call.output = self.nodes.handed(output)
         call.stop = self.nodes.count
         return output
+
+    def _hooks_act(self, original: Callable, m: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether forward hooks pass something else to a leaf's forward, or on from it, than they
+        get: then it is followed inside, hooks and all."""
+        if not (m._forward_pre_hooks or m._forward_hooks):
+            return False
+        forward, inside = m.forward, []
+        alive = []  # or another tensor could be taken for one of these
+
+        def noted(*given: Any, **named: Any) -> Any:
+            inside.append(_identities((given, named)))
+            result = forward(*given, **named)
+            inside.append(_identities(result))
+            alive.append((given, named, result))
+            return result
+
+        own = dict(vars(m))
+        before = _identities((args, kwargs))
+        vars(m)["forward"] = noted
+        try:
+            with _Paused(self):
+                after = _identities(original(m, *args, **kwargs))
+        finally:
+            vars(m).pop("forward")
+            vars(m).update(own)
+        return inside != [before, after]
 
     def _not_the_models(self) -> bool:
         """Whether a call is covered by a leaf's node, or made by another thread."""
@@ -322,6 +349,12 @@ class _Recorder(TorchFunctionMode):
                 op_name(node.target) or str(node.target), run, args, kwargs, value
             )
         return self._probes[key]
+
+
+def _identities(value: Any) -> list[tuple[int, int]]:
+    """Which tensors there are, and which of their values."""
+    found = tree.tensors(value)
+    return [(id(t), 0 if t.is_inference() else t._version) for t in found]
 
 
 class _Paused:

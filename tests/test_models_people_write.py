@@ -217,3 +217,58 @@ def test_a_forward_that_was_replaced_on_the_module_is_not_written_anew():
     plan, small = check(net, rows())
     assert "replaced on the module itself" in dict(plan.skipped)["0.a"]
     assert small[0].b.out_features == 3
+
+
+def mixes(layer, args, y):
+    return y - y.mean(1, keepdim=True)
+
+
+def writes(layer, args, y):
+    y.mul_(2).add_(1)
+
+
+def turns_its_input(layer, args):
+    return (args[0].flip(1) * 2 + 1,)
+
+
+@pytest.mark.parametrize("hook", [mixes, writes, turns_its_input])
+@pytest.mark.parametrize("place", [1, 2])
+def test_hooks_that_change_what_goes_in_or_comes_out_are_followed(hook, place):
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.Sigmoid(), nn.Conv2d(8, 8, 3, groups=2), nn.Sigmoid(),
+        nn.Conv2d(8, 2, 1),
+    )  # fmt: skip
+    if hook is turns_its_input:
+        net[place].register_forward_pre_hook(hook)
+    else:
+        net[place].register_forward_hook(hook)
+    plan, small = check(net, image())
+    assert small[2].weight.shape[0] == 4
+
+
+def test_a_hook_that_only_looks_leaves_the_layer_one_call():
+    seen = []
+    net = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 2))
+    net[0].register_forward_hook(lambda layer, args, y: seen.append(y.shape))
+    plan, small = check(net, rows())
+    assert seen and small[0].out_features == 4
+
+
+@pytest.mark.parametrize("kind", ["lstm", "attention"])
+def test_hooks_on_layers_that_are_one_kernel_inside_leave_them_whole(kind):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+            if kind == "lstm":
+                self.inner = nn.LSTM(8, 8, batch_first=True)
+            else:
+                self.inner = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.inner.register_forward_hook(lambda layer, args, y: (y[0] * 2, y[1]))
+
+        def forward(self, x):
+            h = self.first(x)
+            return self.last((self.inner(h) if kind == "lstm" else self.inner(h, h, h))[0])
+
+    plan, small = check(Model(), torch.randn(2, 5, 4, dtype=torch.float64), shrinks=False)
+    assert "no pattern" in dict(plan.skipped)["first"]
