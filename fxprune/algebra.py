@@ -409,7 +409,7 @@ class Algebra(Meanings):
         is possible, and meeting it has tied the slices already.
         """
         if self.decide(call, lambda: any(
-            all(x.shape[d] == 1 for d in rest) and x.touching(axis.dims) for x in operands
+            not x.touching(rest) and x.touching(axis.dims) for x in operands
         )):  # fmt: skip
             return None
         if self.attention == "head_dim":

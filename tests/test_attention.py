@@ -137,6 +137,32 @@ def test_28_query_groups_inside_the_attention_call(how):
     assert (small.q.out_features, small.k.out_features, small.v.out_features) == (8, 4, 4)
 
 
+ONE_HEAD = {
+    "expand": lambda q, k, v: sdpa(q, *(t[:, None].expand(-1, q.shape[1], -1, -1) for t in (k, v))),
+    "repeat": lambda q, k, v: sdpa(q, *(t[:, None].repeat(1, q.shape[1], 1, 1) for t in (k, v))),
+    "gqa": lambda q, k, v: F.scaled_dot_product_attention(q, k[:, None], v[:, None], enable_gqa=True),
+    "matmul": lambda q, k, v: by_matmul(q, k[:, None], v[:, None]),
+    "einsum": lambda q, k, v: torch.einsum(
+        "bhij,bjd->bhid", (torch.einsum("bhid,bjd->bhij", q, k) * 0.5).softmax(-1), v
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("mix", ONE_HEAD)
+def test_28_one_head_of_keys_for_all_queries_is_cut_along_its_slices(mix, how):
+    def forward(s, x):
+        b, n, _ = x.shape
+        q = s.q(x).view(b, n, 4, -1).transpose(1, 2)
+        return s.out(ONE_HEAD[mix](q, s.k(x), s.v(x)).transpose(1, 2).reshape(b, n, -1))
+
+    net = Net(forward, q=nn.Linear(6, 16), k=nn.Linear(6, 4), v=nn.Linear(6, 6),
+              out=nn.Linear(24, 3))  # fmt: skip
+    plan, small = check(net, tokens(), attention=how)
+    assert (small.q.out_features, small.k.out_features, small.v.out_features) == (8, 2, 3)
+    assert small.out.in_features == 12
+
+
 class RMS(nn.Module):
     def __init__(self, n):
         super().__init__()
