@@ -39,7 +39,7 @@ STAGES = {
     "planner._ask": "scores",
     "planner._stays": "choice", "planner._follow_constants": "folds",
     "planner._replay": "walk 2: new widths", "assembling.assemble": "plan",
-    "rewrite.build": "new tensors", "running.copy_model": "copy of the model",
+    "rewrite.build": "new tensors", "copying.copy_model": "copy of the model",
 }  # fmt: skip
 OWN = (str(Path(fxprune.__file__).parent), str(Path(next(iter(fxprune.patterns.__path__)))))
 MODEL = "the model's own run"

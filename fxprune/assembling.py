@@ -151,7 +151,7 @@ def _channel_group(planner: Planner, group: groups.Group) -> ChannelGroup:
 def _skipped(planner: Planner, result: PruningPlan) -> list[tuple[str, str]]:
     """Layers with weights that keep every output channel, and why."""
     skipped = []
-    shrunk = {name for name, dims in result.kept.items()}
+    used = {s.name for s in planner.relations.sources}
     for group, shown in zip(planner.groups, result.groups, strict=True):
         if shown.frozen:
             for axis in group.producers:
@@ -162,17 +162,12 @@ def _skipped(planner: Planner, result: PruningPlan) -> list[tuple[str, str]]:
         weights = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
         if not weights or path in known or isinstance(module, ParametrizationList):
             continue
-        if path not in planner.trace.called and not any(
-            planner.trace.names.get(id(p), "") in _used(planner) for p in weights
-        ):
+        names = {planner.trace.names.get(id(p), "") for p in weights}
+        hooked = planner.trace.computed_by_hook(path)
+        if path not in planner.trace.called and not names & used:
             skipped.append((path, "it is not called on the example input"))
-        elif not any(planner.trace.names.get(id(p)) in shrunk for p in weights) and not any(
-            planner.trace.names.get(id(p)) in {s.name for s in planner.relations.sources}
-            for p in weights
-        ):
+        elif hooked and path in planner.trace.called:
+            skipped.append((path, f"a hook computes its {hooked}"))
+        elif not names & used:
             skipped.append((path, "fxprune has no pattern for how its weight is used"))
     return list(dict.fromkeys(skipped))
-
-
-def _used(planner: Planner) -> set[str]:
-    return {s.name for s in planner.relations.sources}

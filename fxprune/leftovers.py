@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
+from .copying import copy_model
 from .errors import SettingError
 from .mask import (
     bake,
@@ -19,7 +20,6 @@ from .mask import (
     put_on,
     take_off,
 )
-from .running import copy_model
 
 
 def made_plain(model: nn.Module) -> nn.Module:

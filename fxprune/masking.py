@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .channels import SourceAxis
+from .copying import copy_model
 from .errors import PlanError
 from .fixed import fixed_tensors
 from .fold import Folds, Shift, mixed
 from .mask import bake, beneath, masked_names, own_class, parametrizations, put_on
-from .running import copy_model, modules_of, read_attribute
+from .running import modules_of, read_attribute
 
 
 def mask(plan: Any, model: nn.Module) -> nn.Module:

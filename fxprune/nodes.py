@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from . import sizes, tree
 from .errors import ModelError
 from .fixed import fixed_tensors
+from .holding import kept_besides
 from .recording import after_write
 from .running import named_tensors, read_attribute
 from .spec import BASIC, spec
@@ -45,6 +46,7 @@ class Nodes:
         fixed = fixed_tensors(modules)
         self.named = {id(each.tensor): each.name for each in reversed(fixed)}
         self.named |= {id(t): name for name, t in named_tensors(modules)}
+        self._modules = modules
         # Buffers and attributes: where they are held, and in which memory. A parameter that a model
         # writes to (weight.data.clamp_(-1, 1)) is no state of its run.
         spaces: list[dict[str, Any]] = [module._buffers for module in modules.values()]
@@ -225,10 +227,15 @@ class Nodes:
         return self.graph.call_function(operator.getitem, (self._memo[key], origin.index))
 
     def close(self) -> None:
-        """After the run: what has been set anew."""
+        """After the run: what has been set anew, and what masks do not reach."""
         for space, key, own, memory in self._held:
             if space.get(key) is not own or _memory(own) != memory:
                 self._written(own, "")
+        read = {node.target: node for node in self.graph.nodes if node.op == "get_attr"}
+        for own, place in kept_besides(self._modules).items() if read else ():
+            node = read.get(self.named.get(own, ""))
+            if node is not None and place != node.target:
+                self.kept_whole.append((node, f"it is also kept in {place}, which no mask reaches", ""))
 
     def let_go(self) -> None:
         """Of objects that modules only hand on, such as a cache of keys and values."""

@@ -167,6 +167,7 @@ class _Recorder(TorchFunctionMode):
     def is_leaf(self, m: nn.Module) -> bool:
         if id(m) not in self._leaf:
             of_torch = type(m).__module__.startswith("torch.nn.") and not any(m.children())
+            of_torch = of_torch and "forward" not in vars(m)  # which somebody has replaced
             of_torch = of_torch and not isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
             self._leaf[id(m)] = of_torch or for_module(m) is not None
         return self._leaf[id(m)]

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from .channels import SourceAxis
 from .code import rewritten_class
+from .copying import copy_model
 from .errors import ModelError
 from .fold import Carry, Folds, mixed
 from .kept import shrink
 from .mask import bake, is_masked, parametrizations
 from .masking import FOLDED, check_fits, has_predictions, keep_masks
-from .running import copy_model, dotted, modules_of, read_attribute, uncollected
+from .running import dotted, modules_of, read_attribute, uncollected
 from .saving.history import STEPS, note
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import inspect
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from operator import is_
@@ -17,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from . import tree
-from .errors import ModelError, SettingError
+from .errors import SettingError
 
 
 def dotted(path: str, name: str) -> str:
@@ -275,24 +273,3 @@ def outputs(
     with evaluating(model), torch.no_grad():
         result = wanted(model, model(*args, **kwargs), only)
         return [t.detach().clone() for t in tree.tensors(result)]
-
-
-def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy; ``memo`` holds what stands for a tensor, by the tensor's id."""
-    memo = dict(memo or {})
-    for module in modules_of(model).values():
-        for value in vars(module).values():
-            # What a hook computes before each run (nn.utils.weight_norm) has a history, which
-            # deepcopy refuses; it is computed anew.
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo.setdefault(id(value), value.detach().clone())
-            # Most are hooks that nobody has set: deepcopy takes long to find that out.
-            elif type(value) in (dict, OrderedDict, set) and not value:
-                memo.setdefault(id(value), type(value)())
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:  # whatever the model's own code raises
-        raise ModelError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); "
-            "pass inplace=True to change the model itself, or verify=False with it"
-        ) from error

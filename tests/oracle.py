@@ -101,6 +101,11 @@ def check(model: nn.Module, x: Any, *, shrinks: bool = True, seed: int = 0, **se
     return plain, plain.apply(model)
 
 
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy; of a model that deepcopy cannot copy, what its ``again`` makes."""
+    return model.again() if hasattr(model, "again") else copy.deepcopy(model)
+
+
 def masked_equals_pruned(plan, model, small, x) -> None:
     if plan.approximate:
         assert prove(plan, model, small, x) <= TOLERANCE, plan
@@ -115,7 +120,7 @@ def zeroed_slices_equal_pruned(plan, model, x) -> None:
     if plan.approximate:
         assert prove(plan, model, small, x) <= TOLERANCE
         return
-    zeroed = copy.deepcopy(model)
+    zeroed = copied(model)
     with torch.no_grad():
         for name, dims in plan.kept.items():
             owner, _, key = name.rpartition(".")
@@ -145,7 +150,7 @@ def permutation_moves_nothing(plan, model, x) -> None:
     """Oracle 3: units of a group change places, everywhere at once."""
     relations = plan._relations
     place = unit_permutation(relations)
-    moved = copy.deepcopy(model)
+    moved = copied(model)
     done = set()
     with torch.no_grad():
         for source in relations.sources:

@@ -138,9 +138,11 @@ def test_28_query_groups_inside_the_attention_call(how):
 
 
 ONE_HEAD = {
-    "expand": lambda q, k, v: sdpa(q, *(t[:, None].expand(-1, q.shape[1], -1, -1) for t in (k, v))),
-    "repeat": lambda q, k, v: sdpa(q, *(t[:, None].repeat(1, q.shape[1], 1, 1) for t in (k, v))),
-    "gqa": lambda q, k, v: F.scaled_dot_product_attention(q, k[:, None], v[:, None], enable_gqa=True),
+    "expand": lambda q, k, v: sdpa(q, *(t[:, None].expand(-1, 4, -1, -1) for t in (k, v))),
+    "repeat": lambda q, k, v: sdpa(q, *(t[:, None].repeat(1, 4, 1, 1) for t in (k, v))),
+    "gqa": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k[:, None], v[:, None], enable_gqa=True
+    ),
     "matmul": lambda q, k, v: by_matmul(q, k[:, None], v[:, None]),
     "einsum": lambda q, k, v: torch.einsum(
         "bhij,bjd->bhid", (torch.einsum("bhid,bjd->bhij", q, k) * 0.5).softmax(-1), v

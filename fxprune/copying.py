@@ -1,0 +1,112 @@
+"""A copy of a model that computes on its own.
+
+``copy.deepcopy`` leaves functions as they are. One that a model keeps and that holds a part of it
+(``self.mlpf = lambda x: m.proj(m.fc(x))``, a hook that calls another layer) would go on running the
+original's layers in the copy: it gets a copy of its own, which holds the copy's.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections import OrderedDict
+from typing import Any
+
+from torch import Tensor, nn
+
+from .errors import ModelError
+from .holding import content, inside
+from .running import modules_of
+
+
+def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy; ``memo`` holds what stands for a tensor, by the tensor's id."""
+    memo = dict(memo or {})
+    holders = _Holders(model)
+    for module in modules_of(model).values():
+        for value in vars(module).values():
+            # What a hook computes before each run (nn.utils.weight_norm) has a history, which
+            # deepcopy refuses; it is computed anew.
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo.setdefault(id(value), value.detach().clone())
+            # Most are hooks that nobody has set: deepcopy takes long to find that out.
+            elif type(value) in (dict, OrderedDict, set) and not value:
+                memo.setdefault(id(value), type(value)())
+            else:
+                holders.hold(value)
+    made = {id(function): holders.anew(function) for function in holders.functions}
+    try:
+        copied = copy.deepcopy(model, memo := memo | made)
+        holders.fill(memo)
+        for module in modules_of(copied).values() if made else ():
+            for name, value in vars(module).items():
+                if isinstance(value, types.MethodType) and id(value.__func__) in made:
+                    vars(module)[name] = types.MethodType(made[id(value.__func__)], value.__self__)
+    except Exception as error:  # whatever the model's own code raises
+        raise ModelError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); "
+            "pass inplace=True to change the model itself, or verify=False with it"
+        ) from error
+    return copied
+
+
+class _Holders:
+    """Functions that hold a part of a model: in their closure, or as a default."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.functions: list[types.FunctionType] = []
+        self.made: list[types.FunctionType] = []
+        self.cells: dict[int, types.CellType] = {}
+        self._answers: dict[int, bool] = {}
+        for module in modules_of(model).values():
+            for part in (module, *module._parameters.values(), *module._buffers.values()):
+                self._answers[id(part)] = part is not None
+
+    def hold(self, value: Any) -> bool:
+        """Whether ``value`` is a part of the model or holds one, as far as Python's own
+        containers and functions go."""
+        if isinstance(value, (int, float, str)):
+            return False
+        known = self._answers.get(id(value))
+        if known is None:
+            self._answers[id(value)] = False  # what holds itself holds nothing by that
+            known = any([self.hold(item) for item in inside(value)])
+            self._answers[id(value)] = known
+            if known and isinstance(value, types.FunctionType):
+                self.functions.append(value)
+        return known
+
+    def anew(self, function: types.FunctionType) -> types.FunctionType:
+        """The same function, with cells of its own for what it holds of the model."""
+        new = types.FunctionType(
+            function.__code__,
+            function.__globals__,
+            argdefs=function.__defaults__,
+            closure=function.__closure__ and tuple(map(self._own, function.__closure__)),
+        )
+        for name in (*functools.WRAPPER_ASSIGNMENTS, "__kwdefaults__"):
+            setattr(new, name, getattr(function, name))
+        vars(new).update(vars(function))
+        self.made.append(new)
+        return new
+
+    def _own(self, cell: types.CellType) -> types.CellType:
+        """Another cell for one that holds something of the model, with that for now."""
+        held = content(cell)
+        if not any(map(self.hold, held)):
+            return cell
+        return self.cells.setdefault(id(cell), types.CellType(*held))
+
+    def fill(self, memo: dict[int, Any]) -> None:
+        """What the functions hold is the copy's, once ``memo`` knows it."""
+
+        def copied(value: Any) -> Any:
+            return copy.deepcopy(value, memo) if self.hold(value) else value
+
+        for cell in self.cells.values():
+            cell.cell_contents = copied(cell.cell_contents)
+        for new in self.made:
+            new.__defaults__ = new.__defaults__ and tuple(map(copied, new.__defaults__))
+            named = new.__kwdefaults__
+            new.__kwdefaults__ = named and {key: copied(value) for key, value in named.items()}

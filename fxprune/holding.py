@@ -1,0 +1,50 @@
+"""What modules keep of a model besides their own parts: in functions, lists and the like."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .running import dotted
+
+
+def kept_besides(modules: Mapping[str, nn.Module]) -> dict[int, str]:
+    """Where a tensor is kept that is no parameter or buffer there, by the tensor's id."""
+    found: dict[int, str] = {}
+    for path, module in modules.items():
+        for key, value in vars(module).items():
+            if key in ("_parameters", "_buffers", "_modules"):
+                continue
+            waiting, seen = [value], set()
+            while waiting:
+                value = waiting.pop()
+                if isinstance(value, Tensor):
+                    found.setdefault(id(value), dotted(path, key))
+                elif id(value) not in seen:
+                    seen.add(id(value))
+                    waiting += inside(value)
+    return found
+
+
+def inside(value: Any) -> list[Any]:
+    if isinstance(value, types.FunctionType):
+        cells = [held for cell in value.__closure__ or () for held in content(cell)]
+        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, (list, tuple, set, frozenset)) else []
+
+
+def content(cell: types.CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # of a name that is bound later
+        return []

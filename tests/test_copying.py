@@ -1,0 +1,176 @@
+"""Copies of models that keep functions, and functions that keep parts of models."""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxprune
+from fxprune.copying import copy_model
+
+from .oracle import awake, check
+
+
+class Keeps(nn.Module):
+    """A network whose first layers are called by what ``keep`` leaves in it."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.mlp = nn.ModuleDict({"a": nn.Linear(6, 8), "b": nn.Linear(8, 6)})
+        self.out = nn.Linear(6, 3)
+        self.keep = keep
+        keep(self, self.mlp)
+
+    def forward(self, x):
+        return self.out(F.softplus(self.run(x)))
+
+    def again(self):
+        """What ``copy.deepcopy`` does not give: another such network with the same numbers."""
+        other = Keeps(self.keep).double().train(self.training)
+        other.load_state_dict(self.state_dict())
+        return other
+
+
+def closure(net, m):
+    net.run = lambda x: m.b(m.a(x).sigmoid())
+
+
+def default(net, m):
+    net.run = lambda x, m=m: m.b(m.a(x).sigmoid())
+
+
+def keyword_default(net, m):
+    def run(x, *, m=m):
+        return m.b(m.a(x).sigmoid())
+
+    net.run = run
+
+
+def layers_in_a_list(net, m):
+    layers = [m.a, m.b]
+    net.run = lambda x: layers[1](layers[0](x).sigmoid())
+
+
+def closure_of_a_closure(net, m):
+    def first(x):
+        return m.a(x).sigmoid()
+
+    net.run = lambda x: m.b(first(x))
+
+
+def recursion(net, m):
+    def run(x, left=1):
+        return run(x, left - 1) if left else m.b(m.a(x).sigmoid())
+
+    net.run = run
+
+
+def partial(net, m):
+    def run(m, x):
+        return m.b(m.a(x).sigmoid())
+
+    net.run = functools.partial(run, m)
+
+
+def functions_in_a_dict(net, m):
+    steps = {"a": lambda x: m.a(x).sigmoid(), "b": lambda x: m.b(x)}
+    net.steps = steps
+    net.run = lambda x: steps["b"](steps["a"](x))
+
+
+def a_method_put_on_a_layer(net, m):
+    before = m.a.forward
+    m.a.forward = types.MethodType(lambda layer, x: before(x) * 2, m.a)
+    net.run = lambda x: m.b(m.a(x).sigmoid())
+
+
+def a_hook_that_calls_another_layer(net, m):
+    m.a.register_forward_hook(lambda layer, given, result: m.b(result.sigmoid()))
+    net.run = m.a
+
+
+KEEPS = [
+    closure, default, keyword_default, layers_in_a_list, closure_of_a_closure, recursion, partial,
+    functions_in_a_dict, a_method_put_on_a_layer, a_hook_that_calls_another_layer,
+]  # fmt: skip
+X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("keep", KEEPS, ids=lambda f: f.__name__)
+def test_functions_that_hold_layers_run_the_copys_own(keep):
+    plan, small = check(Keeps(keep), X)
+    assert (small.mlp["a"].out_features, small.mlp["b"].out_features) == (4, 3)
+
+
+@pytest.mark.parametrize("keep", KEEPS, ids=lambda f: f.__name__)
+def test_a_copy_is_none_of_the_originals_business(keep):
+    net = awake(Keeps(keep)).double().eval()
+    before, copied = net(X), copy_model(net)
+    for p in net.parameters():
+        p.data.zero_()
+    assert torch.equal(copied(X), before)
+
+
+def test_what_a_function_holds_besides_the_model_stays_shared():
+    def counting(net, m):
+        runs = 0
+
+        def run(x):
+            nonlocal runs
+            runs += 1
+            seen.append(runs)
+            return m.b(m.a(x).sigmoid())
+
+        net.run = run
+
+    seen = []
+    net = Keeps(counting).double().eval()
+    copied = copy_model(net)
+    net(X), copied(X), net(X)
+    assert seen == [1, 2, 3]
+
+
+def test_a_function_that_holds_nothing_of_the_model_is_the_same_in_the_copy():
+    net = Keeps(closure)
+    net.act = act = lambda x, scale=X: x * scale.mean()
+    assert copy_model(net).act is act
+
+
+def tensors_in_a_function(net, m):
+    a, b = m.a.weight, m.b.weight
+    net.run = lambda x: F.linear(F.linear(x, a).sigmoid(), b)
+
+
+def tensors_in_a_list(net, m):
+    net.weights = [m.a.weight, m.b.weight]
+    net.run = lambda x: F.linear(F.linear(x, net.weights[0]).sigmoid(), net.weights[1])
+
+
+@pytest.mark.parametrize("keep, place", [
+    (tensors_in_a_function, "run"), (tensors_in_a_list, "weights"),
+])  # fmt: skip
+def test_a_parameter_that_is_read_where_no_mask_reaches_stays_whole(keep, place):
+    plan, small = check(Keeps(keep), X, shrinks=False)
+    assert dict(plan.skipped)["mlp.a"] == f"it is also kept in {place}, which no mask reaches"
+    assert small.mlp["a"].out_features == 8
+
+
+def test_a_list_of_parameters_that_the_code_does_not_read_is_no_obstacle():
+    def keep(net, m):
+        closure(net, m)
+        net.trained = list(m.parameters())
+
+    plan, small = check(Keeps(keep), X)
+    assert small.mlp["a"].out_features == 4
+
+
+def test_the_weights_that_a_hook_computes_are_named_as_the_reason():
+    net = nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 8)), nn.GELU(), nn.Linear(8, 3))
+    with pytest.warns(fxprune.PruningWarning, match="nothing of Sequential can be pruned"):
+        plan = fxprune.plan(net, X.float())
+    assert dict(plan.skipped)["0"] == "a hook computes its weight"
