@@ -317,6 +317,9 @@ class _Body:
 
     def _child(self, child: ModuleCall) -> None:
         path = self._relative(child.path)
+        inside = (c for c in self.trace.calls if child.start <= c.start < child.stop)
+        if any(c.lent for c in (child, *inside)):
+            raise CannotRewrite(f"{child.path} runs on tensors that are not its own")
         node = self.graph.create_node(
             "call_module", path, self._value(tuple(child.args)), self._value(child.kwargs)
         )

@@ -235,7 +235,9 @@ class Nodes:
         for own, place in kept_besides(self._modules).items() if read else ():
             node = read.get(self.named.get(own, ""))
             if node is not None and place != node.target:
-                self.kept_whole.append((node, f"it is also kept in {place}, which no mask reaches", ""))
+                self.kept_whole.append(
+                    (node, f"it is also kept in {place}, which no mask reaches", "")
+                )
 
     def let_go(self) -> None:
         """Of objects that modules only hand on, such as a cache of keys and values."""

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import caches, sizes, tree
 from .aten import AtenRecorder, followed
-from .errors import InputError, PruningError
+from .errors import InputError, ModelError, PruningError
 from .flags import read_training, training_argument
 from .mask import is_of_masks, unmasked
 from .nodes import Nodes, where
@@ -39,7 +39,7 @@ from .running import (
     wanted,
 )
 from .spec import spec
-from .told import module_calls, told
+from .told import module_calls, script_calls, scripted_from, told
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
@@ -99,6 +99,7 @@ def record(
         caches.passed_by(),
         torch.no_grad(),
         module_calls(recorder.module),
+        script_calls(recorder.scripted),
         told(python_functions(), recorder.python_call),
     ):
         args, kwargs = recorder.nodes.placeholders(args, kwargs)
@@ -140,6 +141,7 @@ class _Recorder(TorchFunctionMode):
         self.paths: dict[int, str] = {}
         for path, m in modules.items():
             self.paths.setdefault(id(m), path)
+        self._own = {id(m): _tensors(m) for m in modules.values()}
         self._leaf: dict[int, bool] = {}
         self._thread = threading.get_ident()  # in which the model runs; others are none of its own
         self._suspended = False
@@ -183,7 +185,8 @@ class _Recorder(TorchFunctionMode):
                 self.nodes.learn(value, self.nodes.named_node(unmasked(path), value), ())
             return value
         leaf = self.is_leaf(m) and m is not self.model
-        if leaf and not self._hooks_act(original, m, args, kwargs):
+        lent = self._is_lent(m)
+        if leaf and not lent and not self._hooks_act(original, m, args, kwargs):
             with _Paused(self):
 
                 def run(*args: Any, **kwargs: Any) -> Any:
@@ -194,7 +197,9 @@ class _Recorder(TorchFunctionMode):
         with _Paused(self):
             handed = self.nodes.handed(args), self.nodes.handed(kwargs)
         parent = self.nodes.running[-1] if self.nodes.running else None
-        call = ModuleCall(path, parent, self.nodes.count, args=handed[0], kwargs=handed[1])
+        call = ModuleCall(
+            path, parent, self.nodes.count, args=handed[0], kwargs=handed[1], lent=lent
+        )
         self.nodes.running.append(len(self.calls))
         self.calls.append(call)
         try:
@@ -206,6 +211,15 @@ class _Recorder(TorchFunctionMode):
                 call.output = self.nodes.handed(output)
         call.stop = self.nodes.count
         return output
+
+    def _is_lent(self, m: nn.Module) -> bool:
+        """Whether a module runs on other tensors than its own (``torch.func.functional_call``)."""
+        parts = m.modules() if self.is_leaf(m) and m._modules else [m]
+        for part in parts:
+            given, own = _tensors(part), self._own.get(id(part), ())
+            if len(given) != len(own) or not all(map(operator.is_, given, own)):
+                return True
+        return False
 
     def _hooks_act(self, original: Callable, m: nn.Module, args: Any, kwargs: Any) -> bool:
         """Whether forward hooks pass something else to a leaf's forward, or on from it, than they
@@ -254,6 +268,18 @@ class _Recorder(TorchFunctionMode):
         known = for_function(function) is not None
         with _Paused(self):
             return self._record("call_function", function, run, args, kwargs, known=known)
+
+    def scripted(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+        """A compiled function does what the function does that it was compiled from."""
+        if self._not_the_models():
+            return original(function, *args, **kwargs)
+        source = scripted_from(function)
+        if source is None:
+            raise ModelError(
+                f"{type(self.model).__name__} calls a function that torch.jit.trace made: "
+                f"{where()}. Call the function that it was made from"
+            )
+        return source(*args, **kwargs)
 
     def _torch_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func == _SHAPE or func is _SIZE:
@@ -350,6 +376,10 @@ class _Recorder(TorchFunctionMode):
                 op_name(node.target) or str(node.target), run, args, kwargs, value
             )
         return self._probes[key]
+
+
+def _tensors(m: nn.Module) -> list[Any]:
+    return [*m._parameters.values(), *m._buffers.values()]
 
 
 def _identities(value: Any) -> list[tuple[int, int]]:

@@ -27,6 +27,7 @@ class ModuleCall:
     kwargs: Any = field(default_factory=dict)
     output: Any = None
     questions: list[sizes.Question] = field(default_factory=list)  # that its code asked of sizes
+    lent: bool = False  # it ran on tensors that it was given in the place of its own
     reads_data: bool = False  # Python saw values of tensors: the run may go another way next time
 
 

@@ -87,6 +87,31 @@ def _autograd(function: type[torch.autograd.Function], tell: Tell) -> Iterator[N
 
 
 @contextlib.contextmanager
+def script_calls(tell: Callable[..., Any]) -> Iterator[None]:
+    """While inside, ``tell`` is called in the place of each compiled function: with its
+    ``__call__``, it, and its arguments. PyTorch tells of nothing that such a function does."""
+    original = torch.jit.ScriptFunction.__call__
+
+    def __call__(self: torch.jit.ScriptFunction, *args: Any, **kwargs: Any) -> Any:
+        return tell(original, self, args, kwargs)
+
+    torch.jit.ScriptFunction.__call__ = __call__
+    try:
+        yield
+    finally:
+        torch.jit.ScriptFunction.__call__ = original
+
+
+def scripted_from(function: torch.jit.ScriptFunction) -> Callable[..., Any] | None:
+    """The Python function that ``torch.jit.script`` made it from, None where ``torch.jit.trace``
+    made it, which wrote down one run."""
+    source = getattr(function, "_torchdynamo_inline", None)
+    made = torch.jit._state._try_get_jit_cached_function(source) if source else None
+    same = made is not None and made.qualified_name == function.qualified_name
+    return source if same else None
+
+
+@contextlib.contextmanager
 def module_calls(tell: Callable[..., Any]) -> Iterator[None]:
     """While inside, ``tell`` is called in the place of each module: with its ``__call__``, it, and
     its arguments."""

@@ -272,3 +272,72 @@ def test_hooks_on_layers_that_are_one_kernel_inside_leave_them_whole(kind):
 
     plan, small = check(Model(), torch.randn(2, 5, 4, dtype=torch.float64), shrinks=False)
     assert "no pattern" in dict(plan.skipped)["first"]
+
+
+@torch.jit.script
+def swish(x):
+    return x * torch.sigmoid(x)
+
+
+@torch.jit.script
+def in_parts(x, parts: int, scale: float = 2.0):
+    return swish(x.view(x.size(0), parts, x.size(1) // parts)).flatten(1) * scale
+
+
+@pytest.mark.parametrize("function", [swish, lambda x: in_parts(x, 2)], ids=["swish", "parts"])
+def test_functions_that_were_scripted_are_followed(function):
+    net = Net(lambda s, x: s.b(function(s.a(x))), a=nn.Linear(4, 8), b=nn.Linear(8, 3))
+    plan, small = check(net, rows())
+    assert small.a.out_features == 4
+
+
+def test_a_function_that_was_traced_is_refused_with_the_reason():
+    one_run = torch.jit.trace(lambda x: x.sin(), torch.randn(3))
+    net = Net(lambda s, x: s.b(one_run(s.a(x))), a=nn.Linear(4, 8), b=nn.Linear(8, 3))
+    with pytest.raises(fxprune.ModelError, match="function that torch.jit.trace made"):
+        fxprune.plan(net, rows().float())
+
+
+def on_doubled_weights(layer):
+    names = [name for name, _ in layer.named_parameters()]
+    return lambda x: torch.func.functional_call(
+        layer, {name: layer.get_parameter(name) * 2 for name in names}, (x,)
+    )
+
+
+@pytest.mark.parametrize("middle", [
+    lambda: nn.Linear(8, 8), lambda: nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8)),
+    lambda: nn.BatchNorm1d(8),
+], ids=["linear", "sequential", "norm"])  # fmt: skip
+def test_layers_that_run_on_other_tensors_than_their_own(middle):
+    net = Net(
+        lambda s, x: s.b(on_doubled_weights(s.middle)(s.a(x).sigmoid()).sigmoid()),
+        a=nn.Linear(4, 8), middle=middle(), b=nn.Linear(8, 3),
+    )  # fmt: skip
+    plan, small = check(net, rows())
+    assert small.a.out_features == 4
+    graph = fxprune.trace(net, rows())
+    x = torch.randn(5, 4, dtype=torch.float64)
+    assert torch.allclose(graph(x), net(x))
+
+
+def test_a_layer_that_runs_on_buffers_of_others():
+    def forward(s, x):
+        given = {"running_mean": s.norm.running_mean + 1}
+        return s.b(torch.func.functional_call(s.norm, given, (s.a(x),)))
+
+    net = Net(forward, a=nn.Linear(4, 8), norm=nn.BatchNorm1d(8), b=nn.Linear(8, 3))
+    plan, small = check(net, rows())
+    assert small.a.out_features == 4
+
+
+def test_code_is_not_written_anew_around_a_layer_on_computed_weights():
+    def forward(s, x):
+        w = s.weights(x).mean(0)
+        given = {"weight": w[:64].view(8, 8), "bias": w[64:]}
+        return s.b(torch.func.functional_call(s.middle, given, (s.a(x).sigmoid(),)).sigmoid())
+
+    net = Net(forward, a=nn.Linear(4, 8), middle=nn.Linear(8, 8), weights=nn.Linear(4, 72),
+              b=nn.Linear(8, 3))  # fmt: skip
+    plan, small = check(net, rows())
+    assert "middle runs on tensors that are not its own" in dict(plan.skipped)["a"]
