@@ -22,16 +22,16 @@ from torch import Tensor, fx
 
 from . import sizes, tree
 from .answers import at_new_widths
+from .channels import Channels
 from .errors import PruningError
-from .faults import Fault, WrongOrder, WrongSize, same_sizes
-from .flags import read_training, training_argument
+from .faults import CannotRewrite, Fault, WrongOrder, WrongSize, same_sizes
+from .flags import may_read_mode
+from .modes import Differences, depend_on_mode, differences
+from .near import names_near, read_by_forward
+from .ops import op_name
 from .recording import ModuleCall, Trace
 from .replay import Replay
 from .running import read_attribute
-
-
-class CannotRewrite(Exception):
-    """The recorded graph does not say everything that the module's forward does."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def expect_answer(answer: Any, recorded: Any, question: str) -> None:
     """The code asked something of sizes, and went the way of the answer."""
     if answer != recorded:
         raise PruningError(
-            f"this forward was rewritten from a run in which {question} was {recorded}; it is "
-            f"{answer} now. Plan with an example input of such a size"
+            f"this forward was rewritten from a run in which {question} was {recorded!r}; it is "
+            f"{answer!r} now. Prune the model as it is to run, on an input of such a size"
         )
 
 
@@ -128,11 +128,6 @@ def _keys(arguments: Any) -> tuple[Any, ...]:
 def take(x: Tensor, dim: int, positions: list[int]) -> Tensor:
     """Slices of ``x`` at ``positions`` along ``dim``: channels in the order the next layer has."""
     return x.index_select(dim, torch.tensor(positions, device=x.device))
-
-
-def by_mode(training: bool, train: Any, evaluate: Any) -> Any:
-    """A number of the code that depends on the mode (``p if self.training else 0.0``)."""
-    return train if training else evaluate
 
 
 def rewrite(
@@ -168,8 +163,7 @@ class _Body:
         trained: Callable[[], Trace | None],
     ) -> None:
         self.trained = trained
-        # Arguments of a node that are others in training mode: (position or name, value there).
-        self.modes: dict[fx.Node, list[tuple[int | str, Any]]] = {}
+        self.modes: Differences = {}
         self.replay = replay
         self.trace = trace
         self.index = index
@@ -183,12 +177,15 @@ class _Body:
                 self.orders[fault.node] = fault
             elif isinstance(fault, WrongSize):
                 self.sizes.setdefault(fault.node, []).append(fault)
+        self.open = {q.key: q for q in self.call.questions}
         self.graph = fx.Graph()
         self.local: dict[fx.Node, Any] = {}
 
     def build(self) -> fx.Graph:
         self._check()
         self._placeholders()
+        self._settings()
+        self._questions(at_once=True)
         children = {c.start: c for c in self.trace.calls if c.parent == self.index}
         skip_to = -1
         for node in self.trace.graph.nodes:
@@ -207,7 +204,7 @@ class _Body:
         output = self.call.output
         if self.call.parent is None:
             output = next(n for n in self.trace.graph.nodes if n.op == "output").args[0]
-        self._questions()
+        self._questions(at_once=False)
         self.graph.output(self._value(output))
         self.graph.eliminate_dead_code(lambda n: n.op != "get_attr" and not self._is_size(n))
         self.graph.lint()
@@ -218,32 +215,23 @@ class _Body:
             raise CannotRewrite(f"the code of {self.name} depends on the values of tensors")
         if "forward" in vars(self.module):  # which would hide that of any class
             raise CannotRewrite(f"the forward of {self.name} was replaced on the module itself")
-        forward = type(self.module).forward
-        names = getattr(getattr(forward, "__code__", None), "co_names", ())
-        inside = own_nodes(self.trace, self.index)
-        if "training" in names and not any(training_argument(n) for n in inside):
-            self._compare_modes(inside)
+        if self.call.unsaid:
+            raise CannotRewrite(f"{self.name} {self.call.unsaid}")
+        if "register_hook" in names_near(self.module):
+            raise CannotRewrite(f"{self.name} puts hooks on tensors")
+        for question in self.call.questions:
+            if question.function in _LOSING and any(map(self._may_vary, question.operands)):
+                raise CannotRewrite(f"{self.name} goes by {question}, and inputs may have others")
+        if may_read_mode(self.module):
+            self.modes = differences(self.trace, self.index, self.trained(), self.name)
 
-    def _compare_modes(self, inside: list[fx.Node]) -> None:
-        """The code has to do the same in training mode, but for numbers that it passes on."""
-        other = self.trained()
-        if other is None:
-            raise CannotRewrite(f"{self.name} does not run in training mode")
-        runs = [i for i, call in enumerate(other.calls) if call.path == self.call.path]
-        nodes = own_nodes(other, runs[0]) if len(runs) == 1 else []
-        if [(n.op, n.target) for n in nodes] != [(n.op, n.target) for n in inside]:
-            raise CannotRewrite(f"{self.name} runs other code in training mode")
-        for mine, theirs in zip(inside, nodes, strict=True):
-            if len(mine.args) != len(theirs.args) or mine.kwargs.keys() != theirs.kwargs.keys():
-                raise CannotRewrite(f"{self.name} runs other code in training mode")
-            places = [*range(len(mine.args)), *mine.kwargs]
-            for place in places:
-                here, there = (
-                    n.args[place] if isinstance(place, int) else n.kwargs[place]
-                    for n in (mine, theirs)
-                )  # fmt: skip
-                if isinstance(here, _PLAIN) and isinstance(there, _PLAIN) and here != there:
-                    self.modes.setdefault(mine, []).append((place, there))
+    def _may_vary(self, number: Any) -> bool:
+        """Whether a number is made of sizes that are no widths: the batch's, or positions."""
+        return any(self._is_free(o.source, o.dim) for o in sizes.origins(number) if _is_size_of(o))
+
+    def _is_free(self, node: fx.Node, dim: int) -> bool:
+        x = self.replay.before[node]
+        return isinstance(x, Channels) and x.axis(dim) is None
 
     def _placeholders(self) -> None:
         parameters = inspect.signature(self.module.forward).parameters
@@ -280,10 +268,23 @@ class _Body:
                     item = self.graph.call_function(operator.getitem, (node, key))
                     self._expect(value[key], item, f"{name}[{key!r}]")
 
-    def _questions(self) -> None:
+    def _settings(self) -> None:
+        """Flags, words and numbers of the module that its code reads: it went their way."""
+        for name in sorted(read_by_forward(type(self.module)) - {"training"}):
+            value = vars(self.module).get(name, ...)
+            if isinstance(value, (bool, str, float, type(None))):
+                node = self.graph.create_node("get_attr", name)
+                self.graph.call_function(expect_answer, (node, value, f"self.{name}"))
+
+    def _questions(self, *, at_once: bool) -> None:
         """What the code asked of sizes has to have the same answer; where the new widths give
-        another one, the code's way is the one that was recorded."""
-        for question in {q.key: q for q in self.call.questions}.values():
+        another one, the code's way is the one that was recorded. It is asked ``at_once`` where the
+        arguments tell."""
+        for key, question in list(self.open.items()):
+            read = [o for number in question.operands for o in sizes.origins(number)]
+            if at_once and not all(o.source in self.local for o in read if _is_size_of(o)):
+                continue
+            del self.open[key]
             told = [at_new_widths(self.replay, operand) for operand in question.operands]
             if question.function(*told) == question.answer:
                 operands = tuple(map(self._number, question.operands))
@@ -339,24 +340,27 @@ class _Body:
             else:
                 kwargs[name] = self._corrected(kwargs.get(name), size.computed, size.needed)
         target = self._relative(str(node.target)) if node.op == "call_module" else target
-        flag = None if self.modes else training_argument(node)
         new = self.graph.create_node(node.op, target, self._value(args), self._value(kwargs))
-        if flag is not None:
-            read_training(new, flag)
         for place, train in self.modes.get(node, ()):
-            with self.graph.inserting_before(new):
-                training = self.graph.create_node("get_attr", "training")
-                old = new.args[place] if isinstance(place, int) else new.kwargs[place]
-                value = self.graph.call_function(by_mode, (training, train, old))
-            if isinstance(place, int):
-                new.update_arg(place, value)
-            else:
-                new.update_kwarg(place, value)
+            depend_on_mode(new, place, train)
+        self._expect_as_many(node, new)
         if node in self.orders:
             for dim, positions in self.orders[node].takes:
                 new = self.graph.call_function(take, (new, dim, positions.tolist()))
         self.local[node] = new
         return new
+
+    def _expect_as_many(self, node: fx.Node, new: fx.Node) -> None:
+        """The code took each of the parts (of a batch, of a sequence) in its turn."""
+        name, (x, *given) = op_name(node.target), [*node.args, *node.kwargs.values()]
+        by_list = any(isinstance(each, (list, tuple)) for each in given)
+        if name not in ("unbind", "split", "chunk", "tensor_split") or by_list:
+            return
+        named = node.kwargs.get("dim", 0)
+        dim = given[-1] if len(given) > (name != "unbind") else named
+        if self._is_free(x, dim):
+            count, parts = self.graph.call_function(len, (new,)), len(node.meta["spec"])
+            self.graph.call_function(expect_answer, (count, parts, f"len({node.name})"))
 
     def _corrected(self, argument: Any, computed: Any, needed: Any) -> Any:
         """A size argument with what comes out wrong written in, and the rest as the code has it."""
@@ -364,19 +368,20 @@ class _Body:
             return argument
         if isinstance(needed, slice):
             parts = ("start", "stop", "step")
+            each = [[getattr(of, part) for part in parts] for of in (argument, computed, needed)]
             return slice(*(
-                self._corrected(*(getattr(each, p) for each in (argument, computed, needed)))
-                for p in parts
+                mine if now == right else self._scaled(mine, right)
+                for mine, now, right in zip(*each, strict=True)
             ))  # fmt: skip
         sequences = isinstance(needed, (tuple, list)) and isinstance(argument, (tuple, list))
         if sequences and len(argument) == len(needed):
             return type(needed)(map(self._corrected, argument, computed, needed))
-        return self._scaled(argument, needed) if isinstance(argument, fx.Node) else needed
+        return self._scaled(argument, needed)
 
-    def _scaled(self, node: fx.Node, needed: Any) -> Any:
+    def _scaled(self, number: Any, needed: Any) -> Any:
         """The code's product of sizes with another factor, for one of them may be the batch's:
         ``b * 4`` as ``b * 2``; what is no product of sizes as the number that is needed."""
-        over, under = factors(node)
+        over, under = factors(number)
         sizes_read = [n for n in over if isinstance(n, fx.Node) and self._is_size(n)]
         if len(over) + len(under) < 2 or not sizes_read or not isinstance(needed, int):
             return needed
@@ -420,6 +425,8 @@ class _Body:
             return self.local[node]
         if self._is_number(node) or node.target in (operator.getitem, getattr):
             return self._copy(node)
+        if isinstance(node.target, type):  # a container of the model's own, around its result
+            return self._copy(node)
         raise CannotRewrite(f"{self.name} uses a tensor that is not among its arguments")
 
     def _is_number(self, node: fx.Node) -> bool:
@@ -452,12 +459,12 @@ def factors(number: Any) -> tuple[list[Any], list[Any]]:
 _PLAIN = (bool, int, float, type(None))
 
 
-def own_nodes(trace: Trace, index: int) -> list[fx.Node]:
-    """The calls that a module's own code makes."""
-    return [
-        n for n in trace.graph.nodes
-        if n.meta.get("call") == index and n.op in ("call_function", "call_method", "call_module")
-    ]  # fmt: skip
+# Questions whose answer is a plain number: it does not know any more what it was made of.
+_LOSING = (int, float)
+
+
+def _is_size_of(origin: Any) -> bool:
+    return isinstance(origin, sizes.Dimension)
 
 
 def _nodes(value: Any) -> list[Any]:

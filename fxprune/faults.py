@@ -18,6 +18,10 @@ from .channels import Channels
 Proposal = tuple[str, int | None, Any]
 
 
+class CannotRewrite(Exception):
+    """A recorded graph does not say everything that a module's forward does."""
+
+
 @dataclass
 class Fault:
     """``units`` have to stay where the fault cannot be mended."""
@@ -167,9 +171,7 @@ def same_sizes(computed: Any, needed: Any) -> bool:
             and all(map(same_sizes, computed, needed))
         )
     if isinstance(needed, slice):
-        return isinstance(computed, slice) and same_sizes(
-            (computed.start, computed.stop), (needed.start, needed.stop)
-        )
+        return isinstance(computed, slice) and computed == needed
     if isinstance(needed, int) and isinstance(computed, int):
         return computed in (needed, -1)
     return isinstance(needed, (Channels, Named, Tensor)) or computed is needed or computed == needed

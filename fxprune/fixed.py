@@ -11,13 +11,13 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from types import CellType, CodeType
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .near import codes, package_of
 from .running import dotted
 
 # What sets up a module, or moves it to another device or dtype.
@@ -56,8 +56,8 @@ def _set_near(module: nn.Module) -> Iterator[str]:
     for value in (*vars(module).values(), *module._forward_hooks.values()):
         held: Any = type(value)
         if inspect.isroutine(value):
-            yield from _stored(value, _package(cls))
-        elif not isinstance(value, nn.Module) and _package(held) == _package(cls):
+            yield from _stored(value, package_of(cls))
+        elif not isinstance(value, nn.Module) and package_of(held) == package_of(cls):
             yield from _set_by(held)
 
 
@@ -65,47 +65,17 @@ def _set_near(module: nn.Module) -> Iterator[str]:
 def _set_by(cls: Any) -> frozenset[str]:
     """Attributes that the code of a class sets, but for PyTorch's own and what sets a module up."""
     code = [
-        value for base in cls.__mro__ if base is not object and _package(base) != "torch"
+        value for base in cls.__mro__ if base is not object and package_of(base) != "torch"
         for key, value in vars(base).items() if key not in _SETTING_UP
     ]  # fmt: skip
-    return frozenset(name for value in code for name in _stored(value, _package(cls)))
-
-
-def _package(of: Any) -> str:
-    return (getattr(of, "__module__", None) or "").partition(".")[0]
+    return frozenset(name for value in code for name in _stored(value, package_of(cls)))
 
 
 def _stored(function: Any, package: str) -> set[str]:
     names: set[str] = set()
-    for code in _codes(function, package, set()):
+    for code in codes(function, package):
         steps = dis.get_instructions(code)
         names.update(s.argval for s in steps if s.opname in ("STORE_ATTR", "DELETE_ATTR"))
         if not _BY_NAME.isdisjoint(code.co_names):
             names.add(_ANY)
     return names
-
-
-def _codes(value: Any, package: str, seen: set[int]) -> Iterator[CodeType]:
-    """The code of a function, of those that it wraps or that are inside it, and of those of the
-    same package that it names."""
-    if value is None or id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, CodeType):
-        yield value
-        inside: Iterable[Any] = value.co_consts
-    elif isinstance(value, (staticmethod, classmethod, functools.cached_property)):
-        inside = [getattr(value, "__func__", None) or getattr(value, "func", None)]
-    elif isinstance(value, property):
-        inside = [value.fget, value.fset, value.fdel]
-    elif inspect.ismethod(value):
-        inside = [value.__func__]
-    elif inspect.isfunction(value):
-        cells = [c.cell_contents for c in value.__closure__ or () if c != CellType()]
-        named = [value.__globals__.get(name) for name in value.__code__.co_names]
-        known = [f for f in named if inspect.isfunction(f) and _package(f) == package]
-        inside = [value.__code__, *cells, *known]
-    else:
-        inside = [getattr(value, "__dict__", {}).get("__wrapped__")]
-    for each in inside:
-        yield from _codes(each, package, seen)

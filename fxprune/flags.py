@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import inspect
 
-from torch import fx
+from torch import fx, nn
+
+from .near import names_near
+
+
+def may_read_mode(module: nn.Module) -> bool:
+    """Whether code of a module may ask whether it trains: what does not name the flag cannot."""
+    return "training" in names_near(module)
 
 
 def training_argument(node: fx.Node) -> int | str | None:

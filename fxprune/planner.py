@@ -18,9 +18,9 @@ from .budgets.budget import Budget
 from .budgets.searching import Options
 from .calibration.reconstruction import Reconstruction
 from .channels import SourceAxis
-from .code import CannotRewrite, Code, rewrite
+from .code import Code, rewrite
 from .constants import Constants
-from .faults import Fault
+from .faults import CannotRewrite, Fault
 from .fold import Folds, folds
 from .orders import Mismatch
 from .owed import Owed

@@ -17,6 +17,7 @@ from .declared import RETURN, Declared
 from .pattern_types import Pattern
 
 SOURCE = "probed as it ran"
+_SLICED = (torch.strided, torch.sparse_coo)  # layouts that can be sliced along any dimension
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
@@ -29,6 +30,8 @@ def probe(
     if not isinstance(value, Tensor) or not value.is_floating_point() or not inputs:
         return None
     if len(everything) != len(inputs) or any(t.dim() > value.dim() for t in inputs.values()):
+        return None
+    if any(t.layout not in _SLICED for t in (value, *inputs.values())):
         return None
     if not _same(_again(run, args, kwargs, {}), value):
         return None  # random, or it remembers

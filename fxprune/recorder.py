@@ -13,6 +13,7 @@ import inspect
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from . import caches, sizes, tree
 from .aten import AtenRecorder, followed
 from .errors import InputError, ModelError, PruningError
-from .flags import read_training, training_argument
+from .flags import may_read_mode, read_training, training_argument
 from .mask import is_of_masks, unmasked
 from .nodes import Nodes, where
 from .ops import op_name
@@ -39,7 +40,7 @@ from .running import (
     wanted,
 )
 from .spec import spec
-from .told import module_calls, script_calls, scripted_from, told
+from .told import autograd_functions, module_calls, script_calls, scripted_from, told, uncompiled
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
@@ -70,7 +71,7 @@ def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
         recorded = record(model, example_input)
         for node in list(recorded.graph.nodes):
             flag = training_argument(node)
-            if flag is not None:
+            if flag is not None and may_read_mode(recorded.module_of(node)):
                 read_training(node, flag)
         return recorded.graph_module()
 
@@ -88,6 +89,36 @@ def record(
         only: names of the entries of its result that are its outputs; None for all.
         training: run it in training mode, to see what its code does there.
     """
+    try:
+        return _recorded(model, example_input, only, training)
+    except _Failed as failed:
+        error: Any = failed.__cause__
+        kind, given = type(model).__name__, describe(example_input)
+        words = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if not training and _runs(model, example_input):
+            raise ModelError(f"{kind} runs on {given}, but cannot be recorded: {words}") from error
+        raise InputError(
+            f"{kind} does not run on example_input ({given}): {words}. Pass what the model takes: "
+            "a tensor, a tuple of positional arguments, or a mapping of keyword arguments."
+        ) from error
+
+
+class _Failed(Exception):
+    """A run that was recorded ended with an error."""
+
+
+def _runs(model: nn.Module, example_input: Any) -> bool:
+    """Whether it does where nobody records it."""
+    args, kwargs = bind_inputs(example_input)
+    with evaluating(model), torch.no_grad():
+        try:
+            model(*args, **kwargs)
+        except Exception:  # whatever the model's own code raises
+            return False
+    return True
+
+
+def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -> Trace:
     args, kwargs = bind_inputs(example_input)
     recorder = _Recorder(model)
     with (
@@ -95,12 +126,13 @@ def record(
         uncollected(),
         evaluating(model, training=training),
         sizes.traced_attributes(model),
-        sizes.traced_lengths(),
+        sizes.traced_builtins(),
         caches.passed_by(),
         torch.no_grad(),
         module_calls(recorder.module),
         script_calls(recorder.scripted),
-        told(python_functions(), recorder.python_call),
+        uncompiled(),
+        told((*python_functions(), *autograd_functions()), recorder.python_call),
     ):
         args, kwargs = recorder.nodes.placeholders(args, kwargs)
         try:
@@ -109,12 +141,7 @@ def record(
         except PruningError:
             raise
         except Exception as error:
-            raise InputError(
-                f"{type(model).__name__} does not run on example_input "
-                f"({describe(example_input)}): {type(error).__name__}: {error}. Pass what the "
-                "model takes: a tensor, a tuple of positional arguments, or a mapping of "
-                "keyword arguments."
-            ) from error
+            raise _Failed from error
         recorder.nodes.close()
         recorder.nodes.graph.output(recorder.nodes.argument(wanted(model, output, only)))
         recorder.nodes.let_go()
@@ -137,6 +164,7 @@ class _Recorder(TorchFunctionMode):
         modules = modules_of(model)
         self.nodes = Nodes(model, modules)
         self.calls: list[ModuleCall] = []
+        self.contexts: list[tuple[Any, ...]] = []  # those that each call began under
         self.called: set[str] = set()
         self.paths: dict[int, str] = {}
         for path, m in modules.items():
@@ -197,15 +225,18 @@ class _Recorder(TorchFunctionMode):
         with _Paused(self):
             handed = self.nodes.handed(args), self.nodes.handed(kwargs)
         parent = self.nodes.running[-1] if self.nodes.running else None
+        self._notice_contexts()
         call = ModuleCall(
             path, parent, self.nodes.count, args=handed[0], kwargs=handed[1], lent=lent
         )
+        self.contexts.append(_contexts())
         self.nodes.running.append(len(self.calls))
         self.calls.append(call)
         try:
             output = original(m, *args, **kwargs)
         finally:
             self.nodes.running.pop()
+        call.unsaid = call.unsaid or _odd_container(output)
         if self.nodes.running:  # the model's own output is the graph's
             with _Paused(self):
                 call.output = self.nodes.handed(output)
@@ -281,7 +312,18 @@ class _Recorder(TorchFunctionMode):
             )
         return source(*args, **kwargs)
 
+    def _notice_contexts(self) -> None:
+        """What a graph does not hold: under which contexts a module's code makes its calls."""
+        if self.nodes.running and _contexts() != self.contexts[self.nodes.running[-1]]:
+            self._unsaid("calls under a context of its own (autocast, inference mode)")
+
+    def _unsaid(self, what: str) -> None:
+        for i in self.nodes.running[-1:]:
+            self.calls[i].unsaid = self.calls[i].unsaid or what
+
     def _torch_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch._C._set_grad_enabled:
+            self._unsaid("switches the recording of gradients on or off")
         if func == _SHAPE or func is _SIZE:
             return self._read_size(func, args, kwargs)
         kind, target = "call_function", func
@@ -332,6 +374,7 @@ class _Recorder(TorchFunctionMode):
         self, kind: str, target: Any, run: Callable, args: Any, kwargs: Any, *, known: bool
     ) -> Any:
         """Run one call and write it as a node; without a pattern, with the aten ops beneath it."""
+        self._notice_contexts()
         setitem = op_name(target) == "setitem"
         if setitem:
             target, known = set_item, for_function(set_item) is not None
@@ -356,6 +399,8 @@ class _Recorder(TorchFunctionMode):
             self.nodes.graph.create_node(kind, target, *inputs), args[0] if setitem else value
         )
         node.meta["where"] = where()
+        if torch.is_grad_enabled():  # the model's own code has seen to it: nobody else has
+            node.meta["grad"] = True
         if beneath is not None:
             node.meta["aten"] = beneath.finish(value)
             if not changed and not followed(node.meta["aten"]):
@@ -376,6 +421,24 @@ class _Recorder(TorchFunctionMode):
                 op_name(node.target) or str(node.target), run, args, kwargs, value
             )
         return self._probes[key]
+
+
+def _odd_container(output: Any) -> str:
+    """What a graph returns in its place is a plain dict or list."""
+    kind = type(output)
+    if kind in (dict, list, tuple, torch.Size) or hasattr(kind, "_fields"):
+        return next(filter(None, map(_odd_container, tree.children(output))), "")
+    if isinstance(output, (dict, list, tuple)) and not is_dataclass(output):
+        return f"returns a container of its own ({kind.__name__})"
+    return ""
+
+
+def _contexts() -> tuple[Any, ...]:
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+    )
 
 
 def _tensors(m: nn.Module) -> list[Any]:

@@ -27,6 +27,7 @@ class ModuleCall:
     kwargs: Any = field(default_factory=dict)
     output: Any = None
     questions: list[sizes.Question] = field(default_factory=list)  # that its code asked of sizes
+    unsaid: str = ""  # what its own code does that the graph does not hold
     lent: bool = False  # it ran on tensors that it was given in the place of its own
     reads_data: bool = False  # Python saw values of tensors: the run may go another way next time
 
@@ -56,6 +57,11 @@ class Trace:
     def calls_of(self) -> Counter[str]:
         """How often the graph calls each module, by path."""
         return Counter(str(n.target) for n in self.graph.nodes if n.op == "call_module")
+
+    def module_of(self, node: fx.Node) -> nn.Module:
+        """Whose own code made the call."""
+        call = node.meta.get("call")
+        return self.model if call is None else self.modules[self.calls[call].path]
 
     def tensor_names(self, path: str) -> list[str]:
         """Of a leaf module; see :func:`fxprune.running.tensor_names`."""

@@ -129,9 +129,10 @@ class KeptOnly(fx.Interpreter):
         self._nodes = set(counting.nodes)
 
     def run_node(self, n: fx.Node) -> Any:
-        if n not in self._nodes:
-            return super().run_node(n)
-        return self._counting.run(n, [self.env[node] for node in tensor_nodes(n)])
+        with torch.set_grad_enabled(n.meta.get("grad", False)):  # which torch.autograd.grad needs
+            if n not in self._nodes:
+                return super().run_node(n)
+            return self._counting.run(n, [self.env[node] for node in tensor_nodes(n)])
 
 
 def tensor_nodes(node: fx.Node) -> list[fx.Node]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
-import inspect
 import pkgutil
 import types
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from .errors import PatternError
+from .near import read_by_forward
 from .ops import key_of, op_name
 from .pattern_types import Pattern, pattern
 from .targets import is_run, run_of
@@ -200,7 +200,7 @@ def for_module(instance: nn.Module) -> Pattern | None:
 @lru_cache(maxsize=512)
 def _leaves_alone(subclass: type, cls: type) -> bool:
     """Whether a subclass defines nothing that the forward of its base class reads or calls."""
-    names = _read_by(cls)
+    names = read_by_forward(cls)
     for between in subclass.__mro__[: subclass.__mro__.index(cls)]:
         for name, value in vars(between).items():
             getter = getattr(value, "fget", None)
@@ -209,21 +209,6 @@ def _leaves_alone(subclass: type, cls: type) -> bool:
             if name in names or name in ("__getattr__", "__getattribute__"):
                 return False
     return True
-
-
-@lru_cache(maxsize=512)
-def _read_by(cls: type) -> frozenset[str]:
-    """The names in the code of a class's forward and of the methods that it calls, but of those
-    that only check their arguments."""
-    found: set[str] = set()
-    waiting = ["forward"]
-    while waiting:
-        method = inspect.unwrap(getattr(cls, waiting.pop(), None))  # type: ignore[arg-type]
-        names = set(method.__code__.co_names) if inspect.isfunction(method) else set()
-        new = {n for n in names - found if not n.lstrip("_").startswith("check")}
-        found |= new
-        waiting += new
-    return frozenset(found)
 
 
 def for_function(target: Any) -> Pattern | None:

@@ -121,8 +121,8 @@ class Replay(Orders):
         return self.attributes.get(name, self.module_sizes.get(path, {}).get(key))
 
     def run(self) -> None:
+        self._tied_sizes()  # which the code may read
         super().run()
-        self._tied_sizes()
 
     def resume(self, attributes: dict[str, Any]) -> None:
         """Go on with other attributes: calls that read them, or what others make of them, are

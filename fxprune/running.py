@@ -202,7 +202,7 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
                 # No version tells of writes in inference mode, or of those of norms that train.
                 untold = training or torch.is_inference_mode_enabled()
                 for buffer, memory, version, values in buffers:
-                    if buffer.data_ptr() != memory.data_ptr():
+                    if buffer.layout == torch.strided and buffer.data_ptr() != memory.data_ptr():
                         buffer.data = memory
                     elif not untold and _version(buffer) == version:
                         continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -116,7 +117,7 @@ def expression(number: Any) -> Any:
     return number if origin is None else origin
 
 
-_BINARY = ("add", "sub", "mul", "floordiv", "mod", "pow", "truediv")
+_BINARY = ("add", "sub", "mul", "floordiv", "mod", "pow", "truediv", "lshift", "rshift")
 _NUMBERS = (int, float, TracedInt, TracedFloat)
 
 
@@ -149,6 +150,14 @@ def _install(base: type, cls: type) -> None:
     def negate(self: Any) -> Any:
         return traced(minus(self), Operation(operator.neg, (self,)))
 
+    def both(self: Any, other: Any) -> Any:
+        return self // other, self % other
+
+    def both_reflected(self: Any, other: Any) -> Any:
+        return other // self, other % self
+
+    setattr(cls, "__divmod__", both)  # noqa: B010
+    setattr(cls, "__rdivmod__", both_reflected)  # noqa: B010
     minus = getattr(base, "__neg__")  # noqa: B009
     setattr(cls, "__neg__", negate)  # noqa: B010
 
@@ -241,19 +250,59 @@ def traced_attributes(model: nn.Module) -> Iterator[None]:
                 space[key] = old
 
 
+def _length(value: Any, /) -> int:
+    """``len``: of a tensor its first size. Python makes of whatever a class's own ``__len__``
+    returns a number that does not know where it came from."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        return value.shape[0]
+    return _len(value)
+
+
+class _IsRange(type):
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, _range)
+
+
+class _Range(metaclass=_IsRange):
+    """``range``, which takes what integers are without asking them."""
+
+    def __new__(cls, *bounds: Any) -> Any:
+        return _range(*map(_asked, bounds))
+
+
+def _asked(number: Any) -> Any:
+    return int(number) if isinstance(number, TracedInt) else number
+
+
+def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def asking(*numbers: Any) -> Any:
+        return function(*map(_asked, numbers))
+
+    return asking
+
+
+def _product(numbers: Any, /, *, start: Any = 1) -> Any:
+    return functools.reduce(operator.mul, numbers, start)
+
+
+_len, _range = builtins.len, builtins.range
+_ASKING = ("log", "log2", "log10", "gcd", "lcm", "isqrt")
+_READING: list[tuple[Any, str, Any]] = [
+    (builtins, "len", _length), (builtins, "range", _Range), (math, "prod", _product),
+    *((math, name, _asking(getattr(math, name))) for name in _ASKING),
+]  # fmt: skip
+
+
 @contextlib.contextmanager
-def traced_lengths() -> Iterator[None]:
-    """While recording, ``len`` of a tensor is its first size: Python makes of whatever a class's
-    own ``__len__`` returns a number that does not know where it came from."""
-    original = builtins.len
-
-    def length(value: Any, /) -> int:
-        if isinstance(value, torch.Tensor) and value.dim():
-            return value.shape[0]
-        return original(value)
-
-    builtins.len = length
+def traced_builtins() -> Iterator[None]:
+    """While recording, functions of Python's own that read integers past their methods ask them:
+    what they make of them knows its origin, or is an answer."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in _READING]
+    for owner, name, function in _READING:
+        setattr(owner, name, function)
     try:
         yield
     finally:
-        builtins.len = original
+        for owner, name, function in before:
+            setattr(owner, name, function)

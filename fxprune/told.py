@@ -4,6 +4,7 @@ Those that have a pattern become one node of the trace instead of what runs insi
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .near import package_of
 from .ops import Applied, sets_up_context
 
 # What is told: the function, something that runs it, and the arguments of this call.
@@ -86,6 +88,17 @@ def _autograd(function: type[torch.autograd.Function], tell: Tell) -> Iterator[N
             function.forward = own  # type: ignore[method-assign]
 
 
+def autograd_functions() -> list[type]:
+    """All but PyTorch's own: a graph of what they do inside would lose their backward pass."""
+    waiting: list[type] = [torch.autograd.Function]
+    found: list[type] = []
+    while waiting:
+        made = waiting.pop().__subclasses__()
+        waiting += made
+        found += [f for f in made if package_of(f) != "torch"]
+    return found
+
+
 @contextlib.contextmanager
 def script_calls(tell: Callable[..., Any]) -> Iterator[None]:
     """While inside, ``tell`` is called in the place of each compiled function: with its
@@ -100,6 +113,13 @@ def script_calls(tell: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         torch.jit.ScriptFunction.__call__ = original
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """While inside, functions that ``torch.compile`` has made run as they were written."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and its import takes seconds
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def scripted_from(function: torch.jit.ScriptFunction) -> Callable[..., Any] | None:

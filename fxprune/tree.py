@@ -24,11 +24,11 @@ def tensors(value: Any) -> list[torch.Tensor]:
             found.append(value)
         elif not isinstance(value, _WITHOUT) and id(value) not in seen:
             seen.add(id(value))
-            waiting += reversed(_children(value))
+            waiting += reversed(children(value))
     return found
 
 
-def _children(value: Any) -> list[Any]:
+def children(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, (list, tuple, set, frozenset, deque)):

@@ -70,10 +70,11 @@ def rms_norm_function(a, call):
 
 
 def group(a, call, x, groups, weight, bias):
-    """Each group of channels is one sample: groups keep equally many, and see fewer."""
+    """Each group of channels is one sample: groups keep equally many, and see fewer. What is left
+    of groups of one channel each are such groups."""
     x = a.freeze_dims(x, [0, *range(2, len(x.shape))], "group norm averages over them", call)
     width = x.shape[1]
-    if call.node.meta["spec"].shape[1] > groups:
+    if not is_single(call, groups):
         parts = a.view(call, remap(x, {1: 0}, (width,)), (groups, width // groups))
         for axis in parts.touching([0]):
             a.hold(axis, [0])
@@ -88,6 +89,11 @@ def group(a, call, x, groups, weight, bias):
     return a.emit(y, [1], given.get("shift"), known="scale" in given)
 
 
+def is_single(call, groups):
+    """Whether each channel was a group of its own when the run was recorded."""
+    return call.node.meta["spec"].shape[1] == call.recorded(1, "num_groups", groups)
+
+
 def group_width(m, new):
     width = new.input[1]
     groups = width if m.num_groups == m.num_channels else m.num_groups
@@ -96,8 +102,7 @@ def group_width(m, new):
 
 def group_count(call, new):
     """F.group_norm of groups of one channel has as many groups as channels."""
-    whole = call.node.meta["spec"].shape[1] == call.arg(1, "num_groups")
-    return {(1, "num_groups"): new.result[1]} if whole else {}
+    return {(1, "num_groups"): new.result[1]} if is_single(call, None) else {}
 
 
 @register(nn.GroupNorm, kind="norm", attributes=group_width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -39,6 +40,15 @@ def is_full(item):
     return isinstance(item, slice) and item == slice(None)
 
 
+def place_of(at, keep):
+    """Where a slice begins or ends among what is kept: counted from the end where it was, if
+    anything is kept behind it."""
+    if at is None or not -len(keep) < at < len(keep):
+        return at
+    place, left = keep.before(at % len(keep)), keep.before(len(keep))
+    return place if at >= 0 else place - left or left
+
+
 def new_index(call, new):
     """Slices and positions along channels, by the channels that are left."""
     x, index = call.channels(), call.arg(1, "index")
@@ -48,11 +58,10 @@ def new_index(call, new):
         if dim is None or is_full(item) or (keep := new.keep(dim)) is None:
             continue
         if isinstance(item, slice) and item.step in (None, 1):
-            start, stop, _ = item.indices(len(keep))
-            item = slice(
-                None if item.start is None else keep.before(start),
-                None if item.stop is None or stop >= len(keep) else keep.before(stop),
-            )
+            item = slice(place_of(item.start, keep), place_of(item.stop, keep), item.step)
+            left = range(keep.before(len(keep)))
+            if isinstance(items[place], slice) and left[items[place]] == left[item]:
+                continue  # however the code puts it
         elif isinstance(item, int):
             item = keep.before(item % len(keep))
         elif isinstance(item, list) and all(isinstance(i, int) for i in item):
@@ -106,8 +115,8 @@ def getitem(a, call):
 def pick(a, call, x, index, shape):
     items, touched = [], []
     for _, dim, item in per_dim(x, index):
-        if isinstance(item, list):
-            item = torch.tensor(item)
+        if isinstance(item, (list, np.ndarray)):
+            item = torch.as_tensor(item)
         if isinstance(item, (Channels, Named)):
             at = a.positions(call, item, x, dim)
             if at is None:  # any slice may be read, whatever happens along other dimensions

@@ -70,10 +70,18 @@ def spread(a, call):
 
 
 @register("softmax", "log_softmax", "softmin", "gumbel_softmax", "normalize", "cosine_similarity",
-    "cumsum", "cumprod", "logcumsumexp", "renorm")  # fmt: skip
+    "cumsum", "cumprod", "logcumsumexp")  # fmt: skip
 def across(a, call):
     """Every slice depends on all others: along channels, fewer of them are another function."""
     return across_dim(a, call, call.arg(1, "dim", -1))
+
+
+@register("renorm")
+def renorm(a, call):
+    """y[i] = x[i] · min(1, r / ‖x[i]‖) for each slice i of one dimension."""
+    x, dim = call.channels(), call.arg(2, "dim")
+    others = [d for d in range(len(x.shape)) if d != dim % len(x.shape)]
+    return a.forget(a.freeze_dims(x, others, f"{call.word} mixes its channels", call))
 
 
 SUM_TO_ONE = ("softmax", "Softmax", "Softmax2d", "gumbel_softmax")

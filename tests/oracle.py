@@ -102,8 +102,8 @@ def check(model: nn.Module, x: Any, *, shrinks: bool = True, seed: int = 0, **se
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A deep copy; of a model that deepcopy cannot copy, what its ``again`` makes."""
-    return model.again() if hasattr(model, "again") else copy.deepcopy(model)
+    """A deep copy; of a model that deepcopy cannot copy, what its ``made_again`` makes."""
+    return model.made_again() if hasattr(model, "made_again") else copy.deepcopy(model)
 
 
 def masked_equals_pruned(plan, model, small, x) -> None:

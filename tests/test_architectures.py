@@ -123,7 +123,7 @@ class HandGRU(nn.Module):
         self.out = nn.Linear(8, 2)
 
     def forward(self, x):
-        h = x.new_zeros(x.size(0), 8)
+        h = x.new_zeros(x.size(0), self.out.in_features)
         for t in range(x.size(1)):
             a, b = [w(x[:, t]) for w in self.w], [u(h) for u in self.u]
             z, r = torch.sigmoid(a[0] + b[0]), torch.sigmoid(a[1] + b[1])

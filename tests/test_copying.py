@@ -29,7 +29,7 @@ class Keeps(nn.Module):
     def forward(self, x):
         return self.out(F.softplus(self.run(x)))
 
-    def again(self):
+    def made_again(self):
         """What ``copy.deepcopy`` does not give: another such network with the same numbers."""
         other = Keeps(self.keep).double().train(self.training)
         other.load_state_dict(self.state_dict())

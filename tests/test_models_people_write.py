@@ -294,7 +294,7 @@ def test_functions_that_were_scripted_are_followed(function):
 def test_a_function_that_was_traced_is_refused_with_the_reason():
     one_run = torch.jit.trace(lambda x: x.sin(), torch.randn(3))
     net = Net(lambda s, x: s.b(one_run(s.a(x))), a=nn.Linear(4, 8), b=nn.Linear(8, 3))
-    with pytest.raises(fxprune.ModelError, match="function that torch.jit.trace made"):
+    with pytest.raises(fxprune.ModelError, match=r"function that torch\.jit\.trace made"):
         fxprune.plan(net, rows().float())
 
 
@@ -339,5 +339,5 @@ def test_code_is_not_written_anew_around_a_layer_on_computed_weights():
 
     net = Net(forward, a=nn.Linear(4, 8), middle=nn.Linear(8, 8), weights=nn.Linear(4, 72),
               b=nn.Linear(8, 3))  # fmt: skip
-    plan, small = check(net, rows())
+    plan, small = check(net, rows(), shrinks=False)
     assert "middle runs on tensors that are not its own" in dict(plan.skipped)["a"]

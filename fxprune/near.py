@@ -1,0 +1,87 @@
+"""Code that is near a module: what Python tells of it without running it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable, Iterator
+from types import CellType, CodeType
+from typing import Any
+
+from torch import nn
+
+
+def package_of(of: Any) -> str:
+    return (getattr(of, "__module__", None) or "").partition(".")[0]
+
+
+def codes(value: Any, package: str, seen: set[int] | None = None) -> Iterator[CodeType]:
+    """The code of a function, of those that it wraps or that are inside it, and of those of the
+    same package that it names."""
+    seen = set() if seen is None else seen
+    if value is None or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, CodeType):
+        yield value
+        inside: Iterable[Any] = value.co_consts
+    elif isinstance(value, (staticmethod, classmethod, functools.cached_property)):
+        inside = [getattr(value, "__func__", None) or getattr(value, "func", None)]
+    elif isinstance(value, property):
+        inside = [value.fget, value.fset, value.fdel]
+    elif inspect.ismethod(value):
+        inside = [value.__func__]
+    elif inspect.isfunction(value):
+        cells = [c.cell_contents for c in value.__closure__ or () if c != CellType()]
+        named = [value.__globals__.get(name) for name in value.__code__.co_names]
+        known = [f for f in named if inspect.isfunction(f) and package_of(f) == package]
+        inside = [value.__code__, *cells, *known]
+    else:
+        inside = [getattr(value, "__dict__", {}).get("__wrapped__")]
+    for each in inside:
+        yield from codes(each, package, seen)
+
+
+def names_near(module: nn.Module) -> frozenset[str]:
+    """What the code of a module, of its hooks and of the objects it holds names: attributes,
+    globals, and words, by which attributes can be read, too."""
+    cls: Any = type(module)
+    names = set(_names_of(cls))
+    for value in (*vars(module).values(), *module._forward_hooks.values()):
+        if inspect.isroutine(value):
+            names |= _named_in(value, package_of(cls))
+        elif not isinstance(value, nn.Module) and package_of(type(value)) == package_of(cls):
+            names |= _names_of(type(value))
+    return frozenset(names)
+
+
+@functools.lru_cache(maxsize=512)
+def _names_of(cls: type) -> frozenset[str]:
+    own = cls.__mro__[: cls.__mro__.index(nn.Module)] if nn.Module in cls.__mro__ else cls.__mro__
+    methods = [
+        value for base in own if base is not object
+        for key, value in vars(base).items() if key != "__init__"
+    ]  # fmt: skip
+    return frozenset(name for value in methods for name in _named_in(value, package_of(cls)))
+
+
+def _named_in(function: Any, package: str) -> set[str]:
+    found: set[str] = set()
+    for code in codes(function, package):
+        found.update(code.co_names, (c for c in code.co_consts if isinstance(c, str)))
+    return found
+
+
+@functools.lru_cache(maxsize=512)
+def read_by_forward(cls: type) -> frozenset[str]:
+    """The names in the code of a class's forward and of the methods that it calls, but of those
+    that only check their arguments."""
+    found: set[str] = set()
+    waiting = ["forward"]
+    while waiting:
+        method = inspect.unwrap(getattr(cls, waiting.pop(), None))  # type: ignore[arg-type]
+        names = set(method.__code__.co_names) if inspect.isfunction(method) else set()
+        new = {n for n in names - found if not n.lstrip("_").startswith("check")}
+        found |= new
+        waiting += new
+    return frozenset(found)

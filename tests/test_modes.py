@@ -1,0 +1,355 @@
+"""Forwards that are written anew do all that the old ones did: in training mode, under contexts, in
+the backward pass, on other inputs. What a recorded graph cannot say is left as it is."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxprune
+
+from .oracle import awake, check
+
+
+def x(n=5, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 6, dtype=torch.float64, generator=generator)
+
+
+def parts(h):
+    """A size that only new code can change."""
+    return h.view(-1, 2, 4).flatten(1)
+
+
+def net(forward, **attributes):
+    """A network of a class of its own."""
+
+    class Net(nn.Module):
+        p = 0.0
+
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.aux = nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(6, 3)
+            for name, value in attributes.items():
+                setattr(self, name, value)
+
+        def doubled(self, h):
+            return h * 2 if self.training else h
+
+    Net.forward = forward
+    return awake(Net()).double().eval()
+
+
+def both(forward, **attributes):
+    """The plan; the masked and the pruned model."""
+    model = net(forward, **attributes)
+    plan = fxprune.plan(model, x(), sparsity=0.5, bias="drop")
+    return plan, plan.mask(model), plan.apply(model)
+
+
+def difference(a, b, n=5, training=False):
+    outs = []
+    for model in (a, b):
+        torch.manual_seed(3)
+        outs.append(model.train(training)(x(n)))
+    return float((outs[0] - outs[1]).detach().abs().max())
+
+
+def reason(plan):
+    return dict(plan.skipped)["a"]
+
+
+# -- training mode ---------------------------------------------------------------------------------
+
+
+def a_branch_beside_a_flag(s, x):
+    h = F.dropout(s.a(x).sigmoid(), s.p, training=s.training)
+    if s.training:
+        h = h * 2
+    return s.b(parts(h))
+
+
+def a_second_output(s, x):
+    y = s.b(parts(F.dropout(s.a(x).sigmoid(), s.p, training=s.training)))
+    return (y, s.aux(x)) if s.training else y
+
+
+def an_output_that_is_there_anyway(s, x):
+    h = s.a(x).sigmoid()
+    y = s.b(parts(h))
+    return (y, h) if s.training else y
+
+
+def a_branch_in_a_method(s, x):
+    return s.b(parts(s.doubled(s.a(x).sigmoid())))
+
+
+def a_flag_by_name(s, x):
+    flag = getattr(s, "training")  # noqa: B009
+    return s.b(parts(s.a(x).sigmoid() * 2 if flag else s.a(x).sigmoid()))
+
+
+@pytest.mark.parametrize("forward", [
+    a_branch_beside_a_flag, a_second_output, an_output_that_is_there_anyway, a_branch_in_a_method,
+    a_flag_by_name,
+], ids=lambda f: f.__name__)  # fmt: skip
+def test_code_that_does_something_else_in_training_is_not_written_anew(forward):
+    plan, masked, small = both(forward)
+    assert not plan.code and "in training mode" in reason(plan)
+
+
+FLAGS = {
+    "never": (lambda s, x: s.b(parts(F.dropout(s.a(x), 0.5, training=False))), {}),
+    "switched off": (
+        lambda s, x: s.b(parts(F.dropout(s.a(x), 0.5, training=s.training and s.use))),
+        {"use": False},
+    ),
+    "own flag": (lambda s, x: s.b(parts(F.dropout(s.a(x), 0.5, s.mc))), {"mc": False}),
+    "the mode": (lambda s, x: s.b(parts(F.dropout(s.a(x), 0.5, s.training))), {}),
+    "a number": (
+        lambda s, x: s.b(parts(F.dropout(s.a(x), 0.5 if s.training else 0.0, True))),
+        {},
+    ),
+    "frozen norm": (
+        lambda s, x: s.b(parts(F.batch_norm(s.a(x), s.mean, s.mean + 1, training=False))),
+        {"mean": torch.zeros(8, dtype=torch.float64)},
+    ),
+    "a word": (
+        lambda s, x: s.b(parts(F.gelu(s.a(x), approximate="tanh" if s.training else "none"))),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FLAGS)
+@pytest.mark.parametrize("training", [False, True])
+def test_new_code_takes_of_the_mode_what_the_old_code_took(case, training):
+    forward, attributes = FLAGS[case]
+    plan, masked, small = both(forward, **attributes)
+    assert plan.code and small.a.out_features == 4
+    if "dropout" in plan.code[""].source and training and case in ("the mode", "a number"):
+        # Other widths draw other noise: what is left of it is that there is some.
+        assert not torch.equal(small.train()(x()), small(x()))
+    else:
+        assert difference(masked, small, training=training) <= 1e-9
+
+
+@pytest.mark.parametrize("as_graph", [False, True])
+def test_a_graph_reads_the_mode_where_the_code_did_and_nowhere_else(as_graph):
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.ones(8))
+
+        def forward(self, y):
+            return F.batch_norm(y, self.mean, self.mean, training=False)
+
+    model = nn.Sequential(nn.Linear(6, 8), Frozen(), nn.Linear(8, 3)).double().eval()
+    small = fxprune.prune(model, x(), as_graph=True) if as_graph else fxprune.trace(model, x())
+    assert torch.equal(small.train()(x()), small.eval()(x()))
+
+
+# -- contexts and the backward pass ----------------------------------------------------------------
+
+
+def under_no_grad(s, x):
+    with torch.no_grad():
+        h = s.a(x).sigmoid()
+    return s.b(parts(h))
+
+
+def under_autocast(s, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return s.b(parts(s.a(x.float()).sigmoid())).double()
+
+
+def a_hook_on_a_tensor(s, x):
+    h = s.a(x).sigmoid()
+    if h.requires_grad:
+        h.register_hook(lambda g: g * 0)
+    return s.b(parts(h))
+
+
+@pytest.mark.parametrize("forward, words", [
+    (under_no_grad, "switches the recording of gradients"),
+    (a_hook_on_a_tensor, "puts hooks on tensors"),
+])  # fmt: skip
+def test_what_a_graph_does_not_hold_is_not_written_anew(forward, words):
+    plan, masked, small = both(forward)
+    assert not plan.code and words in reason(plan)
+
+
+def test_code_under_autocast_is_not_written_anew():
+    model = net(under_autocast).float()
+    plan = fxprune.plan(model, x().float())
+    assert "under a context of its own" in reason(plan)
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h):
+        return h.view_as(h)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h):
+        return h.sign()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+taken_before = StraightThrough.apply
+
+
+@pytest.mark.parametrize("function", [Reversed.apply, taken_before], ids=["reversed", "straight"])
+def test_new_code_keeps_a_backward_pass_of_its_own(function):
+    plan, masked, small = both(lambda s, x: s.b(parts(function(s.a(x)))))
+    assert plan.code and small.a.out_features == 4
+    grads = []
+    for model in (masked, small):
+        given = x().requires_grad_()
+        model(given).square().sum().backward()
+        grads.append(given.grad)
+    assert float(grads[0].norm()) > 0
+    assert torch.allclose(*grads, atol=1e-9)
+
+
+# -- other inputs ----------------------------------------------------------------------------------
+
+
+def in_a_loop(s, x):
+    return torch.cat([s.b(parts(s.a(x[i : i + 1]).sigmoid())) for i in range(x.shape[0])])
+
+
+def in_steps_of_two(s, x):
+    return torch.cat([s.b(parts(s.a(x[i : i + 2]).sigmoid())) for i in range(0, len(x), 2)])
+
+
+def by_a_plain_number(s, x):
+    return s.b(s.a(x).sigmoid().reshape(int(x.shape[0]), 2, 4).flatten(1))
+
+
+def through_time(s, x):
+    h = x.new_zeros(x.shape[0], 8)
+    for t in range(x.shape[1]):
+        h = torch.tanh(s.a(x) * x[:, t, None] + h)
+    return s.b(h)
+
+
+@pytest.mark.parametrize("forward", [
+    in_a_loop, in_steps_of_two, by_a_plain_number, through_time,
+], ids=lambda f: f.__name__)  # fmt: skip
+def test_code_that_goes_by_the_size_of_the_batch_is_not_written_anew(forward):
+    plan, masked, small = both(forward)
+    assert not plan.code and "inputs may have others" in reason(plan)
+    assert difference(masked, small, n=3) <= 1e-9
+
+
+def test_a_number_that_keeps_its_origin_is_read_anew():
+    plan, masked, small = both(
+        lambda s, x: s.b(
+            s.a(x).sigmoid().reshape(divmod(math.prod(x.shape[:1]), 1)[0], 2, 4).flatten(1)
+        )
+    )
+    assert plan.code and difference(masked, small, n=3) <= 1e-9
+
+
+@pytest.mark.parametrize("each", [
+    lambda x: x.split(1), lambda x: x[:, None].unbind(0), lambda x: [row for row in x[:, None]],
+], ids=["split", "unbind", "iteration"])  # fmt: skip
+def test_as_many_parts_are_expected_as_were_recorded(each):
+    plan, masked, small = both(
+        lambda s, x: torch.cat([s.b(parts(s.a(part).sigmoid())) for part in each(x)])
+    )
+    assert difference(masked, small) <= 1e-9
+    for n in (3, 7):
+        with pytest.raises(fxprune.PruningError, match=f"was 5; it is {n} now"):
+            small(x(n))
+
+
+def test_widths_that_loops_and_logarithms_go_by():
+    def looped(s, x):
+        h = s.a(x).sigmoid()
+        for _ in range(h.shape[1] // 4):
+            h = h * 1.5
+        return s.b(h)
+
+    def logarithm(s, x):
+        h = s.a(x).sigmoid()
+        return s.b(h * int(math.log2(s.a.out_features)))
+
+    def remainder(s, x):
+        h = s.a(x).sigmoid()
+        return s.b(h * divmod(h.shape[1], 3)[1])
+
+    for forward in (looped, logarithm, remainder):
+        check(net(forward), x(), shrinks=False)
+
+
+# -- settings and results --------------------------------------------------------------------------
+
+
+def by_a_flag(s, x):
+    y = s.b(parts(s.a(x).sigmoid()))
+    return y.softmax(-1) if s.deploy else y
+
+
+def by_a_word(s, x):
+    y = s.b(parts(s.a(x).sigmoid()))
+    return y.softmax(-1) if s.mode == "probs" else y
+
+
+def by_what_is_there(s, x):
+    y = s.b(parts(s.a(x).sigmoid()))
+    return y if s.head is None else s.head(y)
+
+
+def by_a_number(s, x):
+    return s.b(parts(s.a(x).sigmoid())) / s.temperature
+
+
+@pytest.mark.parametrize("forward, name, value, other", [
+    (by_a_flag, "deploy", False, True), (by_a_word, "mode", "raw", "probs"),
+    (by_what_is_there, "head", None, nn.Softmax(-1)), (by_a_number, "temperature", 1.0, 4.0),
+])  # fmt: skip
+def test_new_code_does_not_pass_over_a_setting_that_is_another_now(forward, name, value, other):
+    plan, masked, small = both(forward, **{name: value})
+    assert plan.code and difference(masked, small) <= 1e-9
+    setattr(small, name, other)
+    with pytest.raises(fxprune.PruningError, match=rf"self\.{name} was "):
+        small(x())
+
+
+class Own(collections.OrderedDict):
+    pass
+
+
+@pytest.mark.parametrize("container", [collections.OrderedDict, Own])
+def test_a_container_of_its_own_is_not_made_a_plain_one(container):
+    model = net(lambda s, x: container(y=s.b(parts(s.a(x)))))
+    plan = fxprune.plan(model, x())
+    assert not plan.code and f"container of its own ({container.__name__})" in reason(plan)
+
+
+@dataclasses.dataclass
+class Result:
+    y: torch.Tensor
+
+
+def test_a_dataclass_is_returned_by_new_code():
+    model = net(lambda s, x: Result(s.b(parts(s.a(x)))))
+    small = fxprune.prune(model, x())
+    assert small.a.out_features == 4 and type(small(x(3))) is Result
