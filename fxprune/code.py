@@ -227,7 +227,7 @@ class _Body:
 
     def _may_vary(self, number: Any) -> bool:
         """Whether a number is made of sizes that are no widths: the batch's, or positions."""
-        return any(self._is_free(o.source, o.dim) for o in sizes.origins(number) if _is_size_of(o))
+        return any(self._is_free(o.source, o.dim) for o in _sizes_read(number))
 
     def _is_free(self, node: fx.Node, dim: int) -> bool:
         x = self.replay.before[node]
@@ -270,7 +270,8 @@ class _Body:
 
     def _settings(self) -> None:
         """Flags, words and numbers of the module that its code reads: it went their way."""
-        for name in sorted(read_by_forward(type(self.module)) - {"training"}):
+        cls: Any = type(self.module)
+        for name in sorted(read_by_forward(cls) - {"training"}):
             value = vars(self.module).get(name, ...)
             if isinstance(value, (bool, str, float, type(None))):
                 node = self.graph.create_node("get_attr", name)
@@ -281,8 +282,8 @@ class _Body:
         another one, the code's way is the one that was recorded. It is asked ``at_once`` where the
         arguments tell."""
         for key, question in list(self.open.items()):
-            read = [o for number in question.operands for o in sizes.origins(number)]
-            if at_once and not all(o.source in self.local for o in read if _is_size_of(o)):
+            read = [o for number in question.operands for o in _sizes_read(number)]
+            if at_once and not all(o.source in self.local for o in read):
                 continue
             del self.open[key]
             told = [at_new_widths(self.replay, operand) for operand in question.operands]
@@ -352,13 +353,13 @@ class _Body:
 
     def _expect_as_many(self, node: fx.Node, new: fx.Node) -> None:
         """The code took each of the parts (of a batch, of a sequence) in its turn."""
-        name, (x, *given) = op_name(node.target), [*node.args, *node.kwargs.values()]
-        by_list = any(isinstance(each, (list, tuple)) for each in given)
+        name, arguments = op_name(node.target), (*node.args, *node.kwargs.values())
+        by_list = any(isinstance(each, (list, tuple)) for each in arguments)
         if name not in ("unbind", "split", "chunk", "tensor_split") or by_list:
             return
-        named = node.kwargs.get("dim", 0)
-        dim = given[-1] if len(given) > (name != "unbind") else named
-        if self._is_free(x, dim):
+        alone = len(arguments) == (1 if name == "unbind" else 2)
+        x, dim = arguments[0], 0 if alone else arguments[-1]
+        if isinstance(x, fx.Node) and isinstance(dim, int) and self._is_free(x, dim):
             count, parts = self.graph.call_function(len, (new,)), len(node.meta["spec"])
             self.graph.call_function(expect_answer, (count, parts, f"len({node.name})"))
 
@@ -463,8 +464,9 @@ _PLAIN = (bool, int, float, type(None))
 _LOSING = (int, float)
 
 
-def _is_size_of(origin: Any) -> bool:
-    return isinstance(origin, sizes.Dimension)
+def _sizes_read(number: Any) -> list[sizes.Dimension]:
+    """Which sizes of tensors a number is made of."""
+    return [o for o in sizes.origins(number) if isinstance(o, sizes.Dimension)]
 
 
 def _nodes(value: Any) -> list[Any]:

@@ -79,7 +79,7 @@ def differences(trace: Trace, index: int, trained: Trace | None, name: str) -> D
     return found
 
 
-def _steps(trace: Trace, index: int) -> list[tuple[Any, ...]]:
+def _steps(trace: Trace, index: int) -> list[list[Any]]:
     """The calls that a module's own code makes, with how many arguments."""
     own = [
         (n.meta["index"], n.op, n.target, len(n.args), *n.kwargs) for n in own_nodes(trace, index)

@@ -48,10 +48,11 @@ def names_near(module: nn.Module) -> frozenset[str]:
     cls: Any = type(module)
     names = set(_names_of(cls))
     for value in (*vars(module).values(), *module._forward_hooks.values()):
+        held: Any = type(value)
         if inspect.isroutine(value):
             names |= _named_in(value, package_of(cls))
-        elif not isinstance(value, nn.Module) and package_of(type(value)) == package_of(cls):
-            names |= _names_of(type(value))
+        elif not isinstance(value, nn.Module) and package_of(held) == package_of(cls):
+            names |= _names_of(held)
     return frozenset(names)
 
 

@@ -232,8 +232,8 @@ class Nodes:
             if space.get(key) is not own or _memory(own) != memory:
                 self._written(own, "")
         read = {node.target: node for node in self.graph.nodes if node.op == "get_attr"}
-        for own, place in kept_besides(self._modules).items() if read else ():
-            node = read.get(self.named.get(own, ""))
+        for kept, place in kept_besides(self._modules).items() if read else ():
+            node = read.get(self.named.get(kept, ""))
             if node is not None and place != node.target:
                 self.kept_whole.append(
                     (node, f"it is also kept in {place}, which no mask reaches", "")

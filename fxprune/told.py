@@ -93,7 +93,7 @@ def autograd_functions() -> list[type]:
     waiting: list[type] = [torch.autograd.Function]
     found: list[type] = []
     while waiting:
-        made = waiting.pop().__subclasses__()
+        made: list[type] = waiting.pop().__subclasses__()
         waiting += made
         found += [f for f in made if package_of(f) != "torch"]
     return found
@@ -108,11 +108,11 @@ def script_calls(tell: Callable[..., Any]) -> Iterator[None]:
     def __call__(self: torch.jit.ScriptFunction, *args: Any, **kwargs: Any) -> Any:
         return tell(original, self, args, kwargs)
 
-    torch.jit.ScriptFunction.__call__ = __call__
+    torch.jit.ScriptFunction.__call__ = __call__  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.jit.ScriptFunction.__call__ = original
+        torch.jit.ScriptFunction.__call__ = original  # type: ignore[method-assign]
 
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:
