@@ -31,7 +31,7 @@ from .near import names_near, read_by_forward
 from .ops import op_name
 from .recording import ModuleCall, Trace
 from .replay import Replay
-from .running import read_attribute
+from .running import all_tensors, modules_of, read_attribute
 
 
 @dataclass(frozen=True)
@@ -442,9 +442,15 @@ class _Body:
         prefix = f"{self.call.path}." if self.call.path else ""
         if path.startswith("_") and path in self.trace.constants:
             raise CannotRewrite(f"{self.name} uses a constant of its own")
-        if not path.startswith(prefix):
+        if path.startswith(prefix):
+            return path[len(prefix) :]
+        known = self.trace.modules.get(path)  # one that is shared goes by several names
+        value = self.trace.tensor(path) if known is None else known
+        own = modules_of(self.module) if known is not None else all_tensors(self.module)
+        name = next((name for name, other in own.items() if other is value), None)
+        if name is None:
             raise CannotRewrite(f"{self.name} uses {path}, which is not part of it")
-        return path[len(prefix) :]
+        return name
 
 
 def factors(number: Any) -> tuple[list[Any], list[Any]]:

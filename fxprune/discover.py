@@ -8,9 +8,9 @@ What each slice says when it is dead is followed beside (:mod:`fxprune.sayings`)
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,13 +45,25 @@ class Rectangle:
     rather: set[int] = field(default_factory=set)  # held where something else can go
 
 
+class Stays(NamedTuple):
+    """Slices of a parameter's axis that stay, and why."""
+
+    key: tuple[str, tuple[int, ...], tuple[int, ...]]
+    slices: np.ndarray
+    reason: str
+
+
 def discover(
-    trace: Trace, *, attention: str = "heads", telling: Telling | None = None
+    trace: Trace,
+    *,
+    attention: str = "heads",
+    telling: Telling | None = None,
+    stays: Sequence[Stays] = (),
 ) -> Relations:
     """Which slices hang together in a recorded run, and what they say when they are dead."""
     rigid: set[str] = set()
     while True:
-        walk = Discover(trace, attention=attention, rigid=rigid, telling=telling)
+        walk = Discover(trace, attention=attention, rigid=rigid, telling=telling, stays=stays)
         walk.run()
         relations = walk.relations()
         more = walk.shared_in_vain(relations) - rigid
@@ -63,6 +75,7 @@ def discover(
 class Discover(Sayings):
     """Args:
     rigid: names of parameters and buffers that stay as they are.
+    stays: slices of others that do.
     """
 
     def __init__(
@@ -72,9 +85,11 @@ class Discover(Sayings):
         attention: str = "heads",
         rigid: Container[str] = (),
         telling: Telling | None = None,
+        stays: Sequence[Stays] = (),
     ) -> None:
         super().__init__(trace, trace.model, telling, attention=attention)
         self._rigid = rigid
+        self._stays = stays
         self.sources: list[SourceAxis] = []
         self._by_key: dict[tuple, SourceAxis] = {}
         self._by_name: dict[str, list[int]] = {}  # of a tensor, its axes among the sources
@@ -101,6 +116,10 @@ class Discover(Sayings):
 
     def run(self) -> None:
         super().run()
+        for each in self._stays:
+            if each.key in self._by_key:
+                labels = self._by_key[each.key].labels().reshape(-1)[each.slices]
+                self.freeze(Axis((0,), labels), each.reason, None)
         for node, reason, line in self.trace.kept_whole:
             for item in leaves(self.values[node]):
                 for axis in self.channels(item).axes:

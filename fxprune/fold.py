@@ -134,7 +134,7 @@ def folds(
         constant = sink = norm = variances = None
         if masks.some_nonzero:
             constant = masks.said.masked_fill(~masks.nonzero, 0.0)
-            sink = _sink(result, constants, read, masks, constant, model, exact)
+            sink = _sink(result, constants, read, masks, constant, model, exact, classes)
         if masks.some_spread and len(calls) == 1:
             norm = _measuring(constants, read)
         if norm and read.variance is not None:
@@ -287,11 +287,12 @@ def _sink(
     constant: Tensor,
     model: nn.Module,
     exact: bool,
+    classes: np.ndarray,
 ) -> tuple[str, str, str, float] | None:
     """What can take a constant, as :func:`sink_of` says it; None where a carrier does, or where it
     has to be dropped."""
     if read.border and exact:
-        carry = _carry(read, constant, masks.alive)
+        carry = _carry(read, constant, masks.alive, classes)
         if carry is not None:
             result.carries.append(carry)
             return None
@@ -309,8 +310,13 @@ def _sink(
     return sink
 
 
-def _carry(read: Read, constant: Tensor, alive: Tensor) -> Carry | None:
-    """Fold into the column of the carrier with the largest constant, in each row of the axis."""
+def _carry(read: Read, constant: Tensor, alive: Tensor, classes: np.ndarray) -> Carry | None:
+    """Fold into the column of the carrier with the largest constant, in each row of the axis; None
+    where each channel has several columns, at whose places the border lies differently."""
+    units = np.where(read.dead.numpy(), classes[read.axis.labels().numpy()], 0)
+    in_order = np.sort(units.reshape(-1, constant.shape[-1]), axis=1)
+    if ((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] > 0)).any():
+        return None
     values = torch.where(alive & read.dead, torch.nan_to_num(read.constant), 0.0)
     rows = values.reshape(-1, values.shape[-1])
     best = rows.abs().argmax(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 from torch import nn
@@ -27,6 +27,7 @@ from .registry import every, scope
 from .running import uncollected
 from .sayings import Telling
 from .settings import Settings, check_names, checked, for_model
+from .trained import in_training_alone
 
 
 def plan(
@@ -173,9 +174,12 @@ def make_plan(
         found = fusions.find(trace)  # before the first walk: they give nodes another meaning
         drawn = settings.bias == "expected" and trace.calls_any("norm")
         telling = Telling(settings.bias == "drop", masked, drawn)
-        relations = discover(
-            trace, attention=settings.attention, telling=telling if heard else None
+        related = partial(
+            discover, trace, attention=settings.attention, telling=telling if heard else None
         )
+        relations = related()
+        stays = in_training_alone(trace, relations, trained, settings.attention)
+        relations = related(stays=stays) if stays else relations
         chooser = planner(trace, relations, settings, example_input, trained, found, telling)
         if settings.importance == "reconstruction" and batches is not None:
             chooser.reconstruction = Reconstruction(

@@ -96,6 +96,12 @@ class Replay(Orders):
                     view[d] = n
         return tuple(view)
 
+    def as_it_was(self, value: Named) -> Channels:
+        """A parameter with the axes that it had in the first walk."""
+        shape = value.spec.shape
+        sources = [s for s in self._by_name.get(value.name, ()) if s.view == shape]
+        return Channels(shape, tuple(Axis(s.dims, s.labels()) for s in sources))
+
     def tensor_shape(self, value: Named) -> tuple[int, ...]:
         if value.name not in self._by_name:
             return value.spec.shape

@@ -88,6 +88,15 @@ def named_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tenso
                     yield dotted(path, name), t
 
 
+def all_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a module and its parts; one that goes by several names has them
+    all."""
+    return {
+        dotted(path, key): t for path, part in modules_of(module).items()
+        for key, t in (*part._parameters.items(), *part._buffers.items()) if t is not None
+    }  # fmt: skip
+
+
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of a module and its parts, as they are stored."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}

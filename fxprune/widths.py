@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 
-from .call import Call
+from .call import Call, Named
 from .channels import Channels
 from .orders import Mismatch
 from .spec import Spec
@@ -44,6 +44,8 @@ class NewSizes:
     def keep(self, dim: int) -> Left | None:
         """What stays of the first argument along ``dim``; None where all does."""
         old = self.replay.before[self._first]
+        if isinstance(old, Named):  # a parameter that code takes apart
+            old = self.replay.as_it_was(old)
         axis = old.axis(dim) if isinstance(old, Channels) else None
         if axis is None:
             return None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fxprune.patterns.shape import hold_literals, sizes_of, with_sizes
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
-from fxprune.channels import remap
+from fxprune.channels import Channels, remap
 from fxprune.registry import register
 
 
@@ -17,13 +19,14 @@ def new_expand(call, new):
 @register("expand", "broadcast_to", resize=new_expand)
 def expand(a, call):
     """y[i, j] = x[0, j]: slices of size 1 are repeated."""
-    return spread(call)
+    return alike(spread(call), call.channels(), widths_read(a, call))
 
 
 @register("expand_as")
 def expand_as(a, call):
     """y[i, j] = x[0, j], to the shape of another tensor."""
-    return spread(call)
+    other = call.channels(1, "other")
+    return alike(spread(call), call.channels(), [other.axis(d) for d in range(len(other.shape))])
 
 
 def spread(call):
@@ -32,7 +35,50 @@ def spread(call):
     return remap(x, {d: d + by for d in range(len(x.shape))}, shape)
 
 
-@register("repeat", "tile")
+def widths_read(a, call):
+    """For each size that the call is given, the axis whose width it is, where the code has read it
+    from a tensor; None elsewhere."""
+    axes = []
+    for number in given(call):
+        source, dim = number.args if is_size(number) else (None, 0)
+        x = a.values.get(source)
+        axes.append(x.axis(dim) if isinstance(x, Channels) else None)
+    return axes
+
+
+def given(call):
+    """The sizes that the code gives, as numbers and nodes."""
+    sizes = call.node.args[1:] or tuple(call.node.kwargs.values())
+    return sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
+
+
+def is_size(number):
+    return isinstance(number, fx.Node) and number.target == "size"
+
+
+def alike(y, x, widths):
+    """One slice of ``x``, as often as another tensor has slices: they go with these."""
+    by = len(y.shape) - len(x.shape)
+    axes = [
+        replace(axis.saying(None), dims=(d,), source=None) for d, axis in enumerate(widths)
+        if axis is not None and len(axis.dims) == 1 and len(axis.units) == y.shape[d]
+        and (d < by or x.shape[d - by] == 1)
+    ]  # fmt: skip
+    return y.with_axes(sorted((*y.axes, *axes), key=lambda axis: axis.dims)) if axes else y
+
+
+def new_repeat(call, new):
+    """As often as before, but for what is as often there as another tensor has slices."""
+    x, numbers = call.channels(), given(call)
+    by = len(numbers) - len(x.shape)
+    needed = [n.meta["spec"] if isinstance(n, fx.Node) else n for n in numbers]
+    for d, axis in enumerate(widths_read(call.algebra, call)):
+        if axis is not None and len(axis.dims) == 1 and (d < by or x.shape[d - by] == 1):
+            needed[d] = len(axis.units)
+    return with_sizes(call, needed, 1, "repeats" if call.word == "repeat" else "dims")
+
+
+@register("repeat", "tile", resize=new_repeat)
 def repeat(a, call):
     """y[i] = x[i mod n]: all slices, then all again."""
     x = call.channels()
@@ -41,7 +87,9 @@ def repeat(a, call):
     by = len(times) - len(x.shape)
     wide = remap(x, {d: d + by for d in range(len(x.shape))}, (1,) * by + x.shape)
     shape = tuple(n * t for n, t in zip(wide.shape, times, strict=True))
-    return a.move(call, wide, lambda t: t.repeat(times), shape)
+    y = a.move(call, wide, lambda t: t.repeat(times), shape)
+    widths = widths_read(a, call)
+    return alike(y, wide, [None] * (len(shape) - len(widths)) + widths)
 
 
 @register("repeat_interleave")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from fxprune.patterns.linear import add_bias
 from torch import nn
 
@@ -29,8 +30,9 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border):
     # The model as it is tells what kind it is: a group may be left with one channel.
     grouped, before = groups > 1, (old[0] // groups, old[1])
     value = a.member(call, weight) if isinstance(weight, str) else weight
-    if grouped and 1 in before and isinstance(value, Named):
-        groups = a.groups_of(value, groups)  # groups can go as a whole
+    if grouped and 1 in before:  # groups can go as a whole
+        named = isinstance(value, Named)
+        groups = a.groups_of(value, groups) if named else w_shape[0] // before[0]
     first, second = w_shape[0] // groups, w_shape[1]
     reads, makes = (first, second) if transposed else (second, first)
     reads_one, makes_one = (n == 1 for n in (before if transposed else before[::-1]))
@@ -48,10 +50,11 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border):
         made = remap(w_out, {0: 0, o: 1}, (groups, makes))
         if reads_one:  # depthwise: a group is one channel with its filters
             taken = remap(parts, {channel: 0}, (groups, 1))
-            a.meet(call, [made, taken], None, (groups, makes))
+            met = a.meet(call, [made, taken], zero_by_one, (groups, makes))
             # Filters of one channel are told apart by their own labels, in the order they have now.
             w_out = call.tensor(weight, {"out": tuple(sorted((0, o)))}, view)
-            made = a.emit(remap(w_out, {0: 0, o: 1}, (groups, makes)), (0, 1), None)
+            own = a.emit(remap(w_out, {0: 0, o: 1}, (groups, makes)), (0, 1), None)
+            made = met if isinstance(weight, Channels) else own  # whose removed slices are masked
         else:
             w_in = call.tensor(weight, {"in": tuple(sorted((0, i)))}, view)
             a.consume(call, parts, w_in, [(channel, 0), (channel + 1, i)], border)
@@ -68,6 +71,11 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border):
     return add_bias(a, call, y, bias, channel)
 
 
+def zero_by_one(said):
+    """What a product says where one factor is zero; else it is not known."""
+    return torch.where((said[0] == 0) | (said[1] == 0), 0.0, torch.nan)
+
+
 def weight_shape(a, call, weight):
     """The weight's shape at the widths of this pass."""
     value = a.member(call, weight) if isinstance(weight, str) else weight
@@ -77,7 +85,7 @@ def weight_shape(a, call, weight):
 def weight_spec(a, call, weight):
     """The weight's shape in the model as it is."""
     value = a.member(call, weight) if isinstance(weight, str) else weight
-    return value.spec.shape if isinstance(value, Named) else value.shape
+    return value.spec.shape if isinstance(value, Named) else call.recorded(1, "weight").shape
 
 
 def border_of(transposed, padding, mode, kernel):

@@ -100,3 +100,12 @@ def with_dim(x, dim):
         constant = None if axis.constant is None else axis.says(dims)
         axes.append(Axis(dims, axis.over(dims), constant, axis.border))
     return Channels(x.shape, tuple(axes))
+
+
+@register("broadcast_tensors")
+def broadcast_tensors(a, call):
+    """Each operand in the shape of all."""
+    operands = [v if isinstance(v, Channels) else a.channels(v) for v in call.inputs]
+    return tuple(
+        a.meet(call, [x, *(o for o in operands if o is not x)], lambda t: t[0]) for x in operands
+    )

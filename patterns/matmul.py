@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from string import ascii_letters
+
 from fxprune.patterns.linear import turned
 
-from fxprune.channels import remap
+from fxprune.channels import Channels, remap
 from fxprune.layout import broadcast_shape
 from fxprune.registry import register
 
@@ -68,31 +70,58 @@ def grouped(a, call):
 
 @register("einsum")
 def einsum(a, call):
-    """Two operands at a time; letters that only one of them has are summed first."""
-    equation, operands = call.arg(0, "equation"), call.inputs
-    if not isinstance(equation, str) or "..." in equation or len(operands) > 2:
+    """Two operands at a time; letters that nothing after them has are summed first."""
+    operands = call.inputs
+    ranks = [len(v.shape if isinstance(v, Channels) else v.spec.shape) for v in operands]
+    spelled = spell(call.arg(0, "equation"), ranks)
+    if spelled is None:
         return a.unknown(call)
-    left, _, right = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
-    if any(len(set(t)) != len(t) for t in terms) or not right:
-        return a.unknown(call)
+    terms, right = spelled
     parts = [
-        roles(call, value, term, terms, right) for value, term in zip(operands, terms, strict=True)
+        (roles(call, value, term, terms, right), term)
+        for value, term in zip(operands, terms, strict=True)
     ]
-    alone = [(x, t) for x, t in zip(parts, terms, strict=True)]
-    alone = [sum_out(a, call, x, t, {c for u in terms if u is not t for c in u} | set(right))
-             for x, t in alone]  # fmt: skip
-    if len(alone) == 1:
-        x, term = alone[0]
-        return remap(x, {i: right.index(c) for i, c in enumerate(term)}, call.shape)
-    (x, s), (y, t) = alone
-    contracted = [(s.index(c), t.index(c)) for c in s if c in t and c not in right]
-    batch = [(s.index(c), t.index(c), right.index(c)) for c in s if c in t and c in right]
-    free_x = {i: right.index(c) for i, c in enumerate(s) if c not in t}
-    free_y = {i: right.index(c) for i, c in enumerate(t) if c not in s}
-    sizes = dict(zip(s, x.shape, strict=True)) | dict(zip(t, y.shape, strict=True))
-    shape = tuple(sizes[c] for c in right)
-    return a.contract(call, x, y, contracted, batch, free_x, free_y, shape)
+    while len(parts) > 1:
+        (x, s), (y, t), *others = parts
+        later = set(right).union(*(term for _, term in others))
+        x, s = sum_out(a, call, x, s, later | set(t))
+        y, t = sum_out(a, call, y, t, later | set(s))
+        out = "".join(c for c in dict.fromkeys(s + t) if c in later) if others else right
+        parts = [(times(a, call, (x, s), (y, t), out), out), *others]
+    x, term = sum_out(a, call, *parts[0], set(right))
+    return remap(x, {i: right.index(c) for i, c in enumerate(term)}, call.shape)
+
+
+def spell(equation, ranks):
+    """(letters of each operand, letters of the result), or None where that is not told so."""
+    if not isinstance(equation, str):
+        return None
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow:  # the letters that stand once, in the order of the alphabet
+        letters = left.replace(",", "").replace(".", "")
+        once = sorted(c for c in set(letters) if letters.count(c) == 1)
+        right = "..." * ("..." in left) + "".join(once)
+    free = [c for c in ascii_letters if c not in equation]
+    rest = [rank - len(t.replace("...", "")) for rank, t in zip(ranks, terms, strict=True)]
+    most = "".join(free[: max(rest)])
+    terms = [t.replace("...", most[len(most) - n :]) for n, t in zip(rest, terms, strict=True)]
+    if any(len(set(t)) != len(t) for t in terms):
+        return None
+    return terms, right.replace("...", most)
+
+
+def times(a, call, left, right, out):
+    """The product of two operands, each with its letters, summed over those that ``out`` lacks."""
+    (x, s), (y, t) = left, right
+    contracted = [(s.index(c), t.index(c)) for c in s if c in t and c not in out]
+    batch = [(s.index(c), t.index(c), out.index(c)) for c in s if c in t and c in out]
+    free_x = {i: out.index(c) for i, c in enumerate(s) if c not in t}
+    free_y = {i: out.index(c) for i, c in enumerate(t) if c not in s}
+    sizes = dict(zip(s, x.shape, strict=True))
+    for c, n in zip(t, y.shape, strict=True):
+        sizes[c] = max(n, sizes.get(c, 1))
+    return a.contract(call, x, y, contracted, batch, free_x, free_y, tuple(sizes[c] for c in out))
 
 
 def roles(call, value, term, terms, right):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn import functional as F
 
 from fxprune.channels import Channels
 from fxprune.registry import register
@@ -91,9 +92,27 @@ def interpolate(a, call):
 @register("grid_sample", kind="resize")
 def grid_sample(a, call):
     """y[c] = x[c] at positions that another tensor holds."""
-    x = call.channels()
-    a.freeze_all(call.arg(1, "grid"), "positions are read from it", call)
-    return windows(a, call, x, range(2, len(x.shape)), constant=False)
+    x, grid = call.channels(), call.channels(1, "grid")
+    grid = a.freeze_dims(grid, range(1, len(grid.shape)), "positions are read from it", call)
+    x = a.freeze_dims(x, range(2, len(x.shape)), "a window slides over them", call)
+    # Heads may have been put into the batch: then those of the grid go with them.
+    ones = (1,) * (len(x.shape) - 2)
+    whole, batch = Channels((*x.shape[:2], *ones), x.axes), (grid.shape[0], 1, *ones)
+    x = a.meet(call, [whole, Channels(batch, grid.axes)], None, whole.shape)
+    return windows(a, call, x, [], constant=False)
+
+
+@register(nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d, kind="pool")
+@register("max_unpool1d", "max_unpool2d", "max_unpool3d", kind="pool")
+def unpool(a, call):
+    """y[c] = x[c] at the positions that a pooling has told, and zeros elsewhere."""
+    first = a.channels(call.inputs[0])
+    x, at = (
+        a.freeze_dims(a.channels(t), range(2, len(first.shape)), "a window slides over them", call)
+        for t in call.inputs[:2]
+    )
+    met = a.meet(call, [x, at], lambda t: t[0], x.shape)
+    return a.bordered(windows(a, call, met, []))
 
 
 PADS = (
@@ -105,8 +124,6 @@ PADS = (
 
 def pad(a, call, amounts, mode, value):
     """Along channels a pad is slices that stay; around positions it is a border."""
-    from torch.nn import functional as F
-
     x = call.channels()
     rank = len(x.shape)
     dims = [rank - 1 - i // 2 for i, n in enumerate(amounts) if n]
@@ -142,3 +159,36 @@ def pad_function(a, call):
     if not isinstance(mode, str):  # aten: constant_pad_nd(x, pad, value)
         return pad(a, call, list(call.arg(1, "pad")), "constant", mode)
     return pad(a, call, list(call.arg(1, "pad")), mode, call.arg(3, "value", 0.0))
+
+
+@register(F.unfold, nn.Unfold, kind="pool")
+def unfold(a, call):
+    """y[c · k + j, l] = x[c] at place j of the l-th window of k places."""
+    m = call.module
+    kernel = pair(call.arg(1, "kernel_size") if m is None else m.kernel_size)
+    padding = pair(call.arg(3, "padding", 0) if m is None else m.padding)
+    x, places = call.channels(), kernel[0] * kernel[1]
+    x = a.through_window(a.freeze_dims(x, [-1, -2], "a window slides over them", call))
+    channel = len(x.shape) - 3
+    shape = (*x.shape[:channel], x.shape[channel] * places, call.node.meta["spec"].shape[-1])
+    flat = Channels((*x.shape[: channel + 1], 1), x.axes)
+    y = a.move(call, flat, lambda t: t.repeat_interleave(places, channel), shape, touched=[channel])
+    return a.bordered(y) if any(padding) else y
+
+
+@register(F.fold, nn.Fold)
+def fold(a, call):
+    """y[c] = the sum of x[c · k + j] wherever place j of a window of k places lies."""
+    m = call.module
+    kernel = pair(call.arg(2, "kernel_size") if m is None else m.kernel_size)
+    x, places = call.channels(), kernel[0] * kernel[1]
+    x = a.freeze_dims(x, [-1], "a window slides over them", call)
+    rest, channel = x.shape[:-2], len(x.shape) - 2
+    parts = a.view(call, x, (*rest, x.shape[channel] // places, places, x.shape[-1]))
+    y = a.reduce(call, parts, [channel + 1], False)
+    size = call.node.meta["spec"].shape[-2:]
+    return a.forget(Channels((*rest, y.shape[channel], *size), y.axes))
+
+
+def pair(value):
+    return (value, value) if isinstance(value, int) else tuple(value)

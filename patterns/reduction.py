@@ -58,6 +58,24 @@ def norm(a, call):
     return reduce(a, call, 2, 3)
 
 
+@register("normalize")
+def normalize(a, call):
+    """y = x / ‖x‖ over dimensions."""
+    x, dims = call.channels(), call.arg(2, "dim", 1)
+    level = a.reduce(call, x, [dims] if isinstance(dims, int) else dims, True)
+    return a.meet(call, [x, level], lambda t: t[0] / t[1], x.shape)
+
+
+@register("cosine_similarity")
+def cosine(a, call):
+    """y = x · w / (‖x‖ ‖w‖) over one dimension."""
+    x, w, dim = call.channels(0, "x1"), call.channels(1, "x2"), call.arg(2, "dim", 1)
+    product = a.meet(call, [x, w], lambda t: t[0] * t[1])
+    for each in (x, w):
+        a.reduce(call, each, [dim], False)
+    return a.reduce(call, product, [dim], False)
+
+
 @register("var", "std", "var_mean", "std_mean")
 def spread(a, call):
     """y = variance or deviation of x over dimensions."""
@@ -69,8 +87,8 @@ def spread(a, call):
     return y if not isinstance(call.spec, (tuple, list)) else tuple(y for _ in call.spec)
 
 
-@register("softmax", "log_softmax", "softmin", "gumbel_softmax", "normalize", "cosine_similarity",
-    "cumsum", "cumprod", "logcumsumexp")  # fmt: skip
+@register("softmax", "log_softmax", "softmin", "gumbel_softmax", "cumsum", "cumprod",
+    "logcumsumexp")  # fmt: skip
 def across(a, call):
     """Every slice depends on all others: along channels, fewer of them are another function."""
     return across_dim(a, call, call.arg(1, "dim", -1))

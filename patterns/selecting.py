@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fxprune.channels import Channels
 from fxprune.registry import register
 
 
@@ -60,8 +61,52 @@ def index_select(a, call):
     return a.move(call, x, lambda t: t.index_select(dim, at), touched=[dim])
 
 
-@register("masked_select", "nonzero", "argmax", "argmin", "argsort", "sort", "topk", "multinomial",
-    "bincount", "unique")  # fmt: skip
+@register("gather", "take_along_dim")
+def gather(a, call):
+    """y[i, j] = x[index[i, j], j]; the index says so along all dimensions."""
+    at = (2, "index") if call.word == "gather" else (1, "indices")
+    dim = call.arg(1, "dim") if call.word == "gather" else call.arg(2, "dim")
+    x, index = call.channels(), call.arg(*at)
+    if not isinstance(dim, int) or not isinstance(index, Channels):
+        return a.unknown(call)
+    dim %= len(x.shape)
+    reason = f"positions that are data are read from it in {call.name}"
+    parts = [a.freeze_dims(t, [dim], reason, call) for t in (x, index)]
+    ones = [tuple(1 if d == dim else n for d, n in enumerate(t.shape)) for t in parts]
+    shapes = list(zip(ones, parts, strict=True))
+    met = a.meet(call, [Channels(one, t.axes) for one, t in shapes], lambda t: t[0])
+    return Channels(
+        tuple(index.shape[d] if d == dim else n for d, n in enumerate(met.shape)), met.axes
+    )
+
+
+# Where the dimension stands among the arguments; the last one unless it is given.
+DIM_AT = {
+    "sort": 1, "argsort": 1, "mode": 1, "argmax": 1, "argmin": 1, "cummax": 1, "cummin": 1,
+    "topk": 2, "kthvalue": 2,
+}  # fmt: skip
+
+
+@register(*DIM_AT)
+def ordered(a, call):
+    """Slices of one dimension are put in order, or some of them picked, by their values."""
+    given = call.arg(DIM_AT[call.word], "dim", None if call.word in ("argmax", "argmin") else -1)
+    if isinstance(given, bool) or not isinstance(given, int):
+        return data_dependent(a, call)
+    x, dim = call.channels(), given % len(call.channels().shape)
+    x = a.freeze_dims(x, [dim], f"{call.word} depends on which channels there are", call)
+    results = call.spec if isinstance(call.spec, (tuple, list)) else (call.spec,)
+    if len(results[0].shape) < len(x.shape):
+        values = a.levelled(call, x, a.reduce(call, x, [dim], False), [dim])
+    else:
+        shape = tuple(results[0].shape[d] if d == dim else n for d, n in enumerate(x.shape))
+        values = Channels(shape, x.axes)
+    if results[0] is call.spec:  # positions alone
+        return a.forget(values) if call.word.startswith("arg") else values
+    return values, *(a.forget(values) for _ in results[1:])
+
+
+@register("masked_select", "nonzero", "multinomial", "bincount", "unique")
 def data_dependent(a, call):
     """Positions or an order come out: along channels these would mean something else."""
     return a.unknown(call, f"{call.word} depends on which channels there are")

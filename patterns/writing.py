@@ -81,3 +81,19 @@ def index_add(a, call):
     rows = [Channels(one, t.axes) for t in (x, source)]
     met = a.meet(call, rows, None, one)
     return a.forget(Channels(x.shape, met.axes))
+
+
+@register("scatter_add", "scatter_reduce", "scatter")
+def scatter(a, call):
+    """y[index[i, j], j] takes what source[i, j] is; the index says so along all dimensions."""
+    x, dim, index = call.channels(), call.arg(1, "dim"), call.arg(2, "index")
+    source = call.arg(3, "src", call.kwargs.get("value"))
+    if not isinstance(index, Channels):
+        return a.unknown(call)
+    parts = [x, index, *([a.channels(source)] if isinstance(source, (Channels, Named)) else [])]
+    reason = f"positions that are data are written in {call.name}"
+    dim %= len(x.shape)
+    parts = [a.freeze_dims(t, [dim], reason, call) for t in parts]
+    one = tuple(1 if d == dim else n for d, n in enumerate(x.shape))
+    met = a.meet(call, [Channels(one, t.axes) for t in parts], None, one)
+    return a.forget(Channels(x.shape, met.axes))

@@ -146,3 +146,30 @@ def test_a_layer_that_goes_by_two_names_is_resized_as_the_one_that_is_called(nor
     net.n = net.other = norm
     _, small = check(net, torch.randn(4, 8, dtype=torch.float64))
     assert small.n is small.other and small.n.weight.shape == (6,)
+
+
+class Gated(nn.Module):
+    """A layer of another module's, of which half is a gate."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.fc = shared
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y[:, :8] * torch.sigmoid(y[:, 8:])
+
+
+def test_a_layer_that_modules_share_is_called_by_its_name_in_each():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shared = nn.ModuleList([nn.Linear(6, 16)])
+            self.first, self.second = (Gated(self.shared[0]) for _ in range(2))
+            self.out = nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.out(self.first(x) + self.second(x.flip(0)))
+
+    plan, small = check(Net(), torch.randn(4, 6, dtype=torch.float64))
+    assert small.shared[0].out_features == 8 and sorted(plan.code) == ["first", "second"]

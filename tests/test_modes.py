@@ -155,6 +155,57 @@ def test_a_graph_reads_the_mode_where_the_code_did_and_nowhere_else(as_graph):
     assert torch.equal(small.train()(x()), small.eval()(x()))
 
 
+class Noisy(nn.Module):
+    """A layer whose weights are disturbed as it trains."""
+
+    def __init__(self, i, o):
+        super().__init__()
+        self.weight, self.sigma = (nn.Parameter(torch.randn(o, i)) for _ in range(2))
+        self.register_buffer("noise", torch.randn(o, i))
+
+    def forward(self, x):
+        weight = self.weight + self.sigma * self.noise if self.training else self.weight
+        return F.linear(x, weight)
+
+
+class Helped(nn.Module):
+    """A network with a second head for training."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.c, self.b = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.aux = nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = self.a(x).sigmoid()
+        y = self.b(self.c(h).sigmoid())
+        return (y, self.aux(h)) if self.training else y
+
+
+def test_what_an_auxiliary_head_reads_stays_and_the_rest_goes():
+    plan, small = check(Helped(), x())
+    assert dict(plan.skipped)["a"] == "aux.weight meets them, in training mode alone"
+    assert (small.a.out_features, small.c.out_features) == (8, 4)
+    assert [tuple(y.shape) for y in small.train()(x())] == [(5, 4), (5, 3)]
+
+
+def test_weights_with_noise_in_training_alone_stay_and_train():
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Noisy(8, 8), nn.Tanh(), nn.Linear(8, 6),
+                        nn.Tanh(), nn.Linear(6, 2))  # fmt: skip
+    plan, small = check(net, x())
+    assert small[4].out_features == 3 and "in training mode alone" in dict(plan.skipped)["0"]
+    small.train()(x()).sum().backward()
+
+
+def test_a_layer_that_never_runs_costs_no_run_and_no_channels():
+    class Unused(Helped):
+        def forward(self, x):
+            return self.b(self.c(self.a(x).sigmoid()).sigmoid())
+
+    plan, small = check(Unused(), x())
+    assert small.a.out_features == 4
+
+
 # -- contexts and the backward pass ----------------------------------------------------------------
 
 

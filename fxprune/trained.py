@@ -1,0 +1,52 @@
+"""What only training mode uses: an auxiliary head, the noise of a noisy layer.
+
+Pruning follows a run in eval mode. What such tensors meet in training mode keeps its width, or the
+pruned model could not be trained any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .discover import Stays, discover
+from .flags import may_read_mode
+from .recording import Trace, uses_of
+from .relations import Relations
+from .running import named_tensors
+
+
+def in_training_alone(
+    trace: Trace, relations: Relations, trained: Callable[[], Trace | None], attention: str
+) -> list[Stays]:
+    """The slices of other tensors that have to stay for them, of those that may go otherwise.
+
+    Args:
+        trained: gives the trace in training mode, which is asked for where tensors are left over
+            that the run in eval mode did without, and code that may read the mode.
+    """
+    used = set(uses_of(trace))
+    left = {name for name, t in named_tensors(trace.modules) if t.dim()} - used
+    if not left or not any(map(may_read_mode, dict.fromkeys(trace.modules.values()))):
+        return []
+    training = trained()
+    own = left & set(uses_of(training)) if training is not None else set()
+    if training is None or not own:
+        return []
+    there = discover(training, attention=attention)
+    owners: dict[int, str] = {}
+    for source in there.sources:
+        if source.name in own:
+            owners |= dict.fromkeys(there.of(source).reshape(-1).tolist(), source.name)
+    owners[0] = "something"  # else that stays there
+    here = {(s.name, s.view, s.dims): relations.of(s).reshape(-1) for s in relations.sources}
+    found = []
+    for source in there.sources:
+        key, classes = (source.name, source.view, source.dims), there.of(source).reshape(-1)
+        if key in here:
+            met = np.flatnonzero(np.isin(classes, list(owners)) & (here[key] > 0))
+            if len(met):
+                reason = f"{owners[int(classes[met[0]])]} meets them, in training mode alone"
+                found.append(Stays(key, met, reason))
+    return found

@@ -1,0 +1,164 @@
+"""Calls that mix, order or pick positions and leave each channel alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .oracle import check
+from .test_constructs import Net
+
+
+def drawn(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def rows_of(n, width):
+    return torch.arange(2 * 6 * n).reshape(2, 6, n).remainder(width)
+
+
+def ordered_kmax(h):
+    return h.gather(1, h.topk(3, 1)[1].sort(1)[0])
+
+
+def added(h, index):
+    return h.new_zeros(2, 4, h.shape[2]).scatter_add(1, index, h)
+
+
+TOKENS = {
+    "sort": lambda h: h.sort(1)[0],
+    "sort by name": lambda h: torch.sort(h, dim=1, descending=True).values,
+    "topk": lambda h: h.topk(3, 1)[0],
+    "k-max": ordered_kmax,
+    "cummax": lambda h: h.cummax(1)[0],
+    "kthvalue": lambda h: h.kthvalue(2, 1)[0],
+    "mode": lambda h: h.mode(1)[0],
+    "argmax": lambda h: h.gather(1, h.argmax(1, keepdim=True)),
+    "argsort": lambda h: h.take_along_dim(h.argsort(1), 1),
+    "scatter_add": lambda h: added(h, rows_of(1, 4).expand(-1, -1, h.shape[2])),
+    "scatter_add as": lambda h: added(h, rows_of(1, 4).expand_as(h)),
+    "scatter_reduce": lambda h: torch.zeros_like(h[:, :4]).scatter_reduce(
+        1, rows_of(1, 4).expand_as(h), h, "amax"
+    ),
+    "renorm": lambda h: h.renorm(2, 2, 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TOKENS)
+def test_rows_are_ordered_and_picked_in_each_channel(case):
+    net = Net(lambda s, x: s.b(TOKENS[case](F.softplus(s.a(x)))), a=nn.Linear(5, 8),
+              b=nn.Linear(8, 4))  # fmt: skip
+    plan, small = check(net, drawn(2, 6, 5))
+    assert small.a.out_features == 4
+
+
+@pytest.mark.parametrize("call, word", [
+    (lambda h: h.sort(2)[0], "sort"), (lambda h: h.topk(8)[0], "topk"),
+    (lambda h: h.renorm(2, 0, 1.0), "renorm"), (lambda h: h.renorm(2, 1, 1.0), "renorm"),
+])  # fmt: skip
+def test_channels_that_are_ordered_or_measured_together_stay(call, word):
+    net = Net(lambda s, x: s.b(call(F.softplus(s.a(x)))), a=nn.Linear(5, 8), b=nn.Linear(8, 4))
+    plan, small = check(net, drawn(2, 6, 5), shrinks=False)
+    assert small.a.out_features == 8 and word in dict(plan.skipped)["a"]
+
+
+def pooled(h):
+    return F.max_unpool2d(*F.max_pool2d(h, 2, return_indices=True), 2)
+
+
+def looked_up(h):
+    return F.grid_sample(h, drawn(2, 5, 5, 2).tanh(), align_corners=False)
+
+
+BLUR = torch.full((1, 1, 3, 3), 1 / 9, dtype=torch.float64)
+IMAGES = {
+    "unpool": pooled,
+    "grid_sample": looked_up,
+    "unfold and fold": lambda h: F.fold(F.unfold(h, 3, padding=1), (6, 6), 3, padding=1),
+    "one kernel for all": lambda h: F.conv2d(
+        h, BLUR.expand(h.shape[1], 1, 3, 3), padding=1, groups=h.shape[1]
+    ),
+    "one kernel, repeated": lambda h: F.conv2d(
+        h, BLUR.repeat(h.shape[1], 1, 1, 1), padding=1, groups=h.shape[1]
+    ),
+    "each by the other": lambda h: F.conv2d(
+        h[:1], h[1, :, None, :3, :3], padding=1, groups=h.shape[1]
+    ).expand(2, -1, -1, -1),
+    "normalize": F.normalize,
+    "normalize rows": lambda h: F.normalize(h, 1.0, 3),
+    "cosine": lambda h: h * F.cosine_similarity(h, h.flip(2), 1)[:, None],
+    "cosine of rows": lambda h: h * F.cosine_similarity(h, h.flip(2), dim=2)[:, :, None],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IMAGES)
+def test_places_of_images_are_mixed_in_each_channel(case):
+    net = Net(lambda s, x: s.b(IMAGES[case](F.softplus(s.a(x)))), a=nn.Conv2d(3, 8, 3, padding=1),
+              b=nn.Conv2d(8, 4, 1))  # fmt: skip
+    plan, small = check(net, drawn(2, 3, 6, 6))
+    assert small.a.out_channels == 4
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+def test_patches_are_the_places_of_all_channels(padding):
+    net = Net(
+        lambda s, x: s.b(s.patches(F.softplus(s.a(x))).transpose(1, 2)),
+        a=nn.Conv2d(3, 8, 3, padding=1), patches=nn.Unfold(2, stride=2, padding=padding),
+        b=nn.Linear(32, 4),
+    )  # fmt: skip
+    plan, small = check(net, drawn(2, 3, 6, 6))
+    assert small.a.out_channels == 4 and small.b.in_features == 16
+
+
+def test_patches_that_are_put_together_make_channels_of_their_rows():
+    net = Net(lambda s, x: s.b(s.fold(F.softplus(s.a(x)).transpose(1, 2))), a=nn.Linear(5, 32),
+              fold=nn.Fold((4, 6), 2, stride=2), b=nn.Conv2d(8, 4, 3))  # fmt: skip
+    plan, small = check(net, drawn(2, 6, 5))
+    assert small.a.out_features == 16
+
+
+def test_a_border_that_a_linear_layer_reads_place_by_place_is_carried_or_dropped():
+    net = Net(lambda s, x: s.b(F.pad(F.softplus(s.a(x)), (1, 1, 1, 1)).flatten(1)),
+              a=nn.Conv2d(3, 8, 3, padding=1), b=nn.Linear(8 * 64, 4))  # fmt: skip
+    plan, small = check(net, drawn(2, 3, 6, 6))
+    assert small.a.out_channels == 4
+
+
+def test_heads_in_the_batch_of_a_grid_go_with_those_of_what_is_looked_up():
+    def forward(s, x):
+        b, n, _ = x.shape
+        v = s.v(x).view(b, n, s.heads, 4).permute(0, 2, 3, 1).reshape(b * s.heads, 4, 2, 3)
+        at = s.at(x).view(b, n, s.heads, 2).transpose(1, 2).reshape(b * s.heads, n, 1, 2).tanh()
+        y = F.grid_sample(v, at, align_corners=False)  # (b · heads, 4, n, 1)
+        return s.out(y.view(b, s.heads * 4, n).transpose(1, 2))
+
+    net = Net(forward, v=nn.Linear(5, 16), at=nn.Linear(5, 8), out=nn.Linear(16, 3))
+    net.heads = 4
+    plan, small = check(net, drawn(2, 6, 5))
+    assert (small.v.out_features, small.at.out_features, small.heads) == (8, 4, 2)
+
+
+# -- sums of products ------------------------------------------------------------------------------
+
+EINSUMS = {
+    "three": lambda s, h, x: torch.einsum("bld,bln,bld->bld", h, s.c(x), h),
+    "state space": lambda s, h, x: torch.einsum(
+        "bldn,bln->bld", torch.einsum("bld,bln,bld->bldn", h, s.c(x), h), s.c(x)
+    ),
+    "ellipsis": lambda s, h, x: torch.einsum("...i,oi->...o", h, s.w.weight),
+    "no arrow": lambda s, h, x: torch.einsum("bli,oi", h, s.w.weight),
+    "attention": lambda s, h, x: torch.einsum(
+        "...ij,...jd->...id", torch.einsum("...id,...jd->...ij", h, s.w(h)).softmax(-1), h
+    ),
+    "broadcast": lambda s, h, x: torch.einsum("...d,...d->...d", h, s.w.bias),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EINSUMS)
+def test_einsum_of_any_spelling(case):
+    net = Net(lambda s, x: s.b(EINSUMS[case](s, F.softplus(s.a(x)), x)), a=nn.Linear(5, 8),
+              c=nn.Linear(5, 3), w=nn.Linear(8, 8), b=nn.Linear(8, 4))  # fmt: skip
+    plan, small = check(net, drawn(2, 6, 5))
+    assert small.a.out_features < 8
