@@ -51,6 +51,20 @@ for names, first, value_at in (
     register(*names, resize=sizes, rule=rule)
 
 
+def is_sized(call):
+    """Whether ``x.new`` was given sizes, and not values."""
+    return all(isinstance(size, int) for size in call.args[1:]) and len(call.args) > 1
+
+
+of_sizes, made = filled(1, None)
+
+
+@register("new", resize=lambda call, new: of_sizes(call, new) if is_sized(call) else {})
+def legacy_new(a, call):
+    """y of the type of x, of stated sizes or values: what new_empty and new_tensor are now."""
+    return made(a, call) if is_sized(call) else a.rigid_result(call)
+
+
 @register("new_tensor", "arange", "tensor", "as_tensor", "linspace", "eye")
 def fresh(a, call):
     """A tensor of its own: only the type and device of x matter."""

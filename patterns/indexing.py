@@ -132,4 +132,13 @@ def pick(a, call, x, index, shape):
             a.keep_rows(x, dim, item)
             touched.append(dim)
         items.append(item)
-    return a.move(call, x, lambda t: t[tuple(items)], shape, touched=touched)
+    y = a.move(call, x, lambda t: t[tuple(items)], shape, touched=touched)
+    return looked_up(a, call, y) if any(isinstance(i, torch.Tensor) for i in items) else y
+
+
+def looked_up(a, call, y):
+    """Rows of a parameter are an embedding's: what is in them is made there."""
+    if isinstance(call.inputs[0], Named):
+        for axis in y.axes:
+            a.makes(axis)
+    return y

@@ -82,14 +82,29 @@ def stack_parts(a, call, parts, dim):
     shape = (*parts[0].shape[:dim], len(parts), *parts[0].shape[dim:])
     labelled = sorted({d for p in parts for axis in p.axes for d in axis.dims})
     shared = [axis.dims for p in parts for axis in p.axes]
-    if len(set(shared)) > 1 or not labelled:
-        met = a.meet(call, parts, None, parts[0].shape)
+    if len(set(shared)) > 1 or not labelled or a.decide(call, lambda: are_alike(parts)):
+        met = a.meet(call, parts, same_in_all, parts[0].shape)
         return remap(met, {d: d + (d >= dim) for d in range(rank)}, shape)
     raised = [a.view(call, p, (*p.shape[:dim], 1, *p.shape[dim:])) for p in parts]
     axis = end_to_end(a, call, [with_dim(r, dim) for r in raised], dim)
     if axis is not None:
         a.hold(axis, [dim])
     return Channels(shape, () if axis is None else (axis,))
+
+
+def are_alike(parts):
+    """Whether the same channels lie in all parts, as in the rows of one tensor."""
+    first = parts[0].axes
+    return all(
+        len(p.axes) == len(first)
+        and all(torch.equal(a.units, b.units) for a, b in zip(p.axes, first, strict=True))
+        for p in parts
+    )
+
+
+def same_in_all(said):
+    """What all parts say; nothing is known where they say different things."""
+    return torch.where(torch.stack([t == said[0] for t in said]).all(0), said[0], torch.nan)
 
 
 def with_dim(x, dim):

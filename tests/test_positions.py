@@ -43,6 +43,14 @@ TOKENS = {
         1, rows_of(1, 4).expand_as(h), h, "amax"
     ),
     "renorm": lambda h: h.renorm(2, 2, 1.0),
+    "rows in a stack": lambda h: torch.stack([row for row in h]),
+    "means in a stack": lambda h: torch.stack([h[:1].mean(0), h[1:].mean(0)]),
+    "new": lambda h: h + h.data.new(h.shape[1], h.shape[2]).fill_(1.0),
+    "broadcast": lambda h: torch.mul(*torch.broadcast_tensors(h, h[:, :1] + 1)),
+    "spectrum": lambda h: torch.fft.rfft(h, dim=1).abs(),
+    "spectra": lambda h: torch.fft.irfft2(torch.fft.rfft2(h, dim=(0, 1)), dim=(0, 1)),
+    "complex": lambda h: torch.view_as_real(torch.complex(h, h)).sum(-1),
+    "pairs": lambda h: torch.view_as_complex(torch.stack([h, h * 2], -1)).abs(),
 }  # fmt: skip
 
 
@@ -162,3 +170,40 @@ def test_einsum_of_any_spelling(case):
               c=nn.Linear(5, 3), w=nn.Linear(8, 8), b=nn.Linear(8, 4))  # fmt: skip
     plan, small = check(net, drawn(2, 6, 5))
     assert small.a.out_features < 8
+
+
+@pytest.mark.parametrize("pick", [
+    lambda t, i: t[i], lambda t, i: t.index_select(0, i.flatten()).unflatten(0, i.shape),
+], ids=["index", "index_select"])  # fmt: skip
+def test_rows_of_a_parameter_are_an_embeddings(pick):
+    class Looked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.b = nn.Parameter(torch.randn(20, 8)), nn.Linear(8, 3)
+
+        def forward(self, i):
+            return self.b(F.softplus(pick(self.table, i)))
+
+    plan, small = check(Looked(), torch.arange(12).reshape(3, 4))
+    assert small.table.shape == (20, 4)
+
+
+@pytest.mark.parametrize("halves", [
+    lambda s: (s.both[: s.out], s.both[s.out :]), lambda s: s.both.split(s.out),
+    lambda s: s.both.chunk(2),
+], ids=["slices", "split", "chunk"])  # fmt: skip
+def test_halves_of_a_parameter_by_a_width(halves):
+    class Scores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3)
+            self.both = nn.Parameter(torch.randn(16, 1))
+            self.out = 8
+
+        def forward(self, x):
+            h = self.a(x)
+            left, right = halves(self)
+            return self.b(((h @ left) + (h @ right).transpose(1, 2)).softmax(-1) @ h)
+
+    plan, small = check(Scores(), drawn(2, 6, 5))
+    assert small.a.out_features == 4 and small.both.shape == (8, 1)
