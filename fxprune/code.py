@@ -25,9 +25,9 @@ from .answers import at_new_widths
 from .channels import Channels
 from .errors import PruningError
 from .faults import CannotRewrite, Fault, WrongOrder, WrongSize, same_sizes
-from .flags import may_read_mode
-from .modes import Differences, depend_on_mode, differences
-from .near import names_near, read_by_forward
+from .flags import may_read_mode, only_hands_mode_on
+from .modes import Differences, depend_on_mode, differences, handed_on
+from .near import codes_near, names_in, read_by_forward
 from .ops import op_name
 from .recording import ModuleCall, Trace
 from .replay import Replay
@@ -217,12 +217,14 @@ class _Body:
             raise CannotRewrite(f"the forward of {self.name} was replaced on the module itself")
         if self.call.unsaid:
             raise CannotRewrite(f"{self.name} {self.call.unsaid}")
-        if "register_hook" in names_near(self.module):
+        if any("register_hook" in names_in(code) for code in codes_near(self.module)):
             raise CannotRewrite(f"{self.name} puts hooks on tensors")
         for question in self.call.questions:
             if question.function in _LOSING and any(map(self._may_vary, question.operands)):
                 raise CannotRewrite(f"{self.name} goes by {question}, and inputs may have others")
-        if may_read_mode(self.module):
+        if only_hands_mode_on(self.module):
+            self.modes = handed_on(self.trace, self.index)
+        elif may_read_mode(self.module):
             self.modes = differences(self.trace, self.index, self.trained(), self.name)
 
     def _may_vary(self, number: Any) -> bool:

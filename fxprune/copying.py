@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .errors import ModelError
-from .holding import content, inside
+from .holding import OWN, content, inside
 from .running import modules_of
 
 
@@ -25,7 +25,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     memo = dict(memo or {})
     holders = _Holders(model)
     for module in modules_of(model).values():
-        for value in vars(module).values():
+        for key, value in vars(module).items():
             # What a hook computes before each run (nn.utils.weight_norm) has a history, which
             # deepcopy refuses; it is computed anew.
             if isinstance(value, Tensor) and not value.is_leaf:
@@ -33,7 +33,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
             # Most are hooks that nobody has set: deepcopy takes long to find that out.
             elif type(value) in (dict, OrderedDict, set) and not value:
                 memo.setdefault(id(value), type(value)())
-            else:
+            elif key not in OWN:
                 holders.hold(value)
     made = {id(function): holders.anew(function) for function in holders.functions}
     try:

@@ -58,14 +58,22 @@ def discover(
     *,
     attention: str = "heads",
     telling: Telling | None = None,
-    stays: Sequence[Stays] = (),
+    stays: Callable[[Relations], Sequence[Stays]] | None = None,
 ) -> Relations:
-    """Which slices hang together in a recorded run, and what they say when they are dead."""
+    """Which slices hang together in a recorded run, and what they say when they are dead.
+
+    Args:
+        stays: tells of what may go by these relations what has to stay all the same.
+    """
     rigid: set[str] = set()
     while True:
-        walk = Discover(trace, attention=attention, rigid=rigid, telling=telling, stays=stays)
+        walk = Discover(trace, attention=attention, rigid=rigid, telling=telling)
         walk.run()
         relations = walk.relations()
+        kept = stays(relations) if stays is not None else ()
+        for each in kept:
+            walk.keep(each)
+        relations = walk.relations() if kept else relations
         more = walk.shared_in_vain(relations) - rigid
         if not more:
             return relations
@@ -75,7 +83,6 @@ def discover(
 class Discover(Sayings):
     """Args:
     rigid: names of parameters and buffers that stay as they are.
-    stays: slices of others that do.
     """
 
     def __init__(
@@ -85,11 +92,9 @@ class Discover(Sayings):
         attention: str = "heads",
         rigid: Container[str] = (),
         telling: Telling | None = None,
-        stays: Sequence[Stays] = (),
     ) -> None:
         super().__init__(trace, trace.model, telling, attention=attention)
         self._rigid = rigid
-        self._stays = stays
         self.sources: list[SourceAxis] = []
         self._by_key: dict[tuple, SourceAxis] = {}
         self._by_name: dict[str, list[int]] = {}  # of a tensor, its axes among the sources
@@ -116,14 +121,14 @@ class Discover(Sayings):
 
     def run(self) -> None:
         super().run()
-        for each in self._stays:
-            if each.key in self._by_key:
-                labels = self._by_key[each.key].labels().reshape(-1)[each.slices]
-                self.freeze(Axis((0,), labels), each.reason, None)
         for node, reason, line in self.trace.kept_whole:
             for item in leaves(self.values[node]):
                 for axis in self.channels(item).axes:
                     self.freeze(axis, reason, None, line)
+
+    def keep(self, stays: Stays) -> None:
+        labels = self._by_key[stays.key].labels().reshape(-1)[stays.slices]
+        self.freeze(Axis((0,), labels), stays.reason, None)
 
     def _visit(self, node: fx.Node) -> Any:
         self._spoken = set()

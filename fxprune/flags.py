@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
+from functools import lru_cache
+from types import CodeType
 
 from torch import fx, nn
 
-from .near import names_near
+from .near import codes_near, names_in
 
 
 def may_read_mode(module: nn.Module) -> bool:
     """Whether code of a module may ask whether it trains: what does not name the flag cannot."""
-    return "training" in names_near(module)
+    return any("training" in names_in(code) for code in codes_near(module))
+
+
+def only_hands_mode_on(module: nn.Module) -> bool:
+    """Whether all that code of a module does by the flag is to call others with ``training=``."""
+    return all(map(_only_hands_on, codes_near(module)))
+
+
+@lru_cache(maxsize=1024)
+def _only_hands_on(code: CodeType) -> bool:
+    steps = list(dis.get_instructions(code))
+    read = [i for i, step in enumerate(steps) if step.argval == "training"]
+    # Names of keywords are constants; where they are not loaded as such, dis gives their number.
+    words = [code.co_consts[s.arg or 0] if s.opname == "KW_NAMES" else s.argval for s in steps]
+    handed = [names for names in words if isinstance(names, tuple) and "training" in names]
+    pushes = ("LOAD_", "PUSH_", "KW_NAMES", "PRECALL", "CALL")
+    return len(read) <= len(handed) and all(
+        steps[i].opname in ("LOAD_ATTR", "LOAD_FAST") and steps[i + 1].opname.startswith(pushes)
+        for i in read
+    )
 
 
 def training_argument(node: fx.Node) -> int | str | None:

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from .running import dotted
 
+OWN = ("_parameters", "_buffers", "_modules")  # where a module has its own parts
+
 
 def kept_besides(modules: Mapping[str, nn.Module]) -> dict[int, str]:
     """Where a tensor is kept that is no parameter or buffer there, by the tensor's id."""
     found: dict[int, str] = {}
     for path, module in modules.items():
         for key, value in vars(module).items():
-            if key in ("_parameters", "_buffers", "_modules"):
+            if key in OWN:
                 continue
             waiting, seen = [value], set()
             while waiting:

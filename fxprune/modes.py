@@ -12,6 +12,7 @@ from torch import fx
 
 from . import tree
 from .faults import CannotRewrite
+from .flags import may_read_mode, training_argument
 from .recording import Trace
 
 # Arguments of a node that are others in training mode: (position or name, value there).
@@ -34,6 +35,14 @@ def depend_on_mode(node: fx.Node, place: int | str, train: Any) -> None:
 def by_mode(training: bool, train: Any, evaluate: Any) -> Any:
     """An argument that depends on the mode (``p if self.training else 0.0``)."""
     return train if training else evaluate
+
+
+def handed_on(trace: Trace, index: int) -> Differences:
+    """The flags that code passes on, where it does nothing else by the mode."""
+    if not may_read_mode(trace.modules[trace.calls[index].path]):
+        return {}
+    flags = ((node, training_argument(node)) for node in own_nodes(trace, index))
+    return {node: [(place, True)] for node, place in flags if place is not None}
 
 
 def differences(trace: Trace, index: int, trained: Trace | None, name: str) -> Differences:

@@ -42,35 +42,31 @@ def codes(value: Any, package: str, seen: set[int] | None = None) -> Iterator[Co
         yield from codes(each, package, seen)
 
 
-def names_near(module: nn.Module) -> frozenset[str]:
-    """What the code of a module, of its hooks and of the objects it holds names: attributes,
-    globals, and words, by which attributes can be read, too."""
+def codes_near(module: nn.Module) -> Iterator[CodeType]:
+    """The code of a module, of its hooks and of the objects it holds."""
     cls: Any = type(module)
-    names = set(_names_of(cls))
+    yield from _codes_of(cls)
     for value in (*vars(module).values(), *module._forward_hooks.values()):
         held: Any = type(value)
         if inspect.isroutine(value):
-            names |= _named_in(value, package_of(cls))
+            yield from codes(value, package_of(cls))
         elif not isinstance(value, nn.Module) and package_of(held) == package_of(cls):
-            names |= _names_of(held)
-    return frozenset(names)
+            yield from _codes_of(held)
 
 
 @functools.lru_cache(maxsize=512)
-def _names_of(cls: type) -> frozenset[str]:
+def _codes_of(cls: type) -> tuple[CodeType, ...]:
     own = cls.__mro__[: cls.__mro__.index(nn.Module)] if nn.Module in cls.__mro__ else cls.__mro__
     methods = [
         value for base in own if base is not object
         for key, value in vars(base).items() if key != "__init__"
     ]  # fmt: skip
-    return frozenset(name for value in methods for name in _named_in(value, package_of(cls)))
+    return tuple(dict.fromkeys(c for value in methods for c in codes(value, package_of(cls))))
 
 
-def _named_in(function: Any, package: str) -> set[str]:
-    found: set[str] = set()
-    for code in codes(function, package):
-        found.update(code.co_names, (c for c in code.co_consts if isinstance(c, str)))
-    return found
+def names_in(code: CodeType) -> set[str]:
+    """Attributes and globals that code names, and words, by which attributes can be read, too."""
+    return {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
 
 
 @functools.lru_cache(maxsize=512)

@@ -174,12 +174,12 @@ def make_plan(
         found = fusions.find(trace)  # before the first walk: they give nodes another meaning
         drawn = settings.bias == "expected" and trace.calls_any("norm")
         telling = Telling(settings.bias == "drop", masked, drawn)
-        related = partial(
-            discover, trace, attention=settings.attention, telling=telling if heard else None
+        relations = discover(
+            trace,
+            attention=settings.attention,
+            telling=telling if heard else None,
+            stays=partial(in_training_alone, trace, trained, attention=settings.attention),
         )
-        relations = related()
-        stays = in_training_alone(trace, relations, trained, settings.attention)
-        relations = related(stays=stays) if stays else relations
         chooser = planner(trace, relations, settings, example_input, trained, found, telling)
         if settings.importance == "reconstruction" and batches is not None:
             chooser.reconstruction = Reconstruction(

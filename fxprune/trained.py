@@ -18,7 +18,7 @@ from .running import named_tensors
 
 
 def in_training_alone(
-    trace: Trace, relations: Relations, trained: Callable[[], Trace | None], attention: str
+    trace: Trace, trained: Callable[[], Trace | None], relations: Relations, *, attention: str
 ) -> list[Stays]:
     """The slices of other tensors that have to stay for them, of those that may go otherwise.
 
@@ -26,8 +26,7 @@ def in_training_alone(
         trained: gives the trace in training mode, which is asked for where tensors are left over
             that the run in eval mode did without, and code that may read the mode.
     """
-    used = set(uses_of(trace))
-    left = {name for name, t in named_tensors(trace.modules) if t.dim()} - used
+    left = _unused(trace)
     if not left or not any(map(may_read_mode, dict.fromkeys(trace.modules.values()))):
         return []
     training = trained()
@@ -50,3 +49,16 @@ def in_training_alone(
                 reason = f"{owners[int(classes[met[0]])]} meets them, in training mode alone"
                 found.append(Stays(key, met, reason))
     return found
+
+
+def _unused(trace: Trace) -> set[str]:
+    """Tensors that the run has done without."""
+    nodes = trace.graph.nodes
+    read = {node.target for node in nodes if node.op == "get_attr"}
+    leaves = [trace.modules[str(node.target)] for node in nodes if node.op == "call_module"]
+    parts = [part for leaf in leaves for part in (leaf.modules() if leaf._modules else (leaf,))]
+    used = {id(t) for m in parts for t in (*m._parameters.values(), *m._buffers.values())}
+    return {
+        name for name, t in named_tensors(trace.modules)
+        if t.dim() and id(t) not in used and name not in read
+    }  # fmt: skip
