@@ -158,7 +158,10 @@ def _skipped(planner: Planner, result: PruningPlan) -> list[tuple[str, str]]:
                 path = planner.owner(axis)[0] or axis.name
                 skipped.append((path, shown.frozen))
     known = {what for what, _ in skipped}
+    called = {id(planner.modules[path]) for path in planner.trace.called}
     for path, module in planner.modules.items():
+        if id(module) in called and path not in planner.trace.called:
+            continue  # it goes by another name
         weights = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
         if not weights or path in known or isinstance(module, ParametrizationList):
             continue

@@ -13,7 +13,6 @@ import inspect
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ from .running import (
 )
 from .spec import spec
 from .told import autograd_functions, module_calls, script_calls, scripted_from, told, uncompiled
+from .unsaid import contexts, odd_container
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
@@ -164,7 +164,7 @@ class _Recorder(TorchFunctionMode):
         modules = modules_of(model)
         self.nodes = Nodes(model, modules)
         self.calls: list[ModuleCall] = []
-        self.contexts: list[tuple[Any, ...]] = []  # those that each call began under
+        self._contexts: list[tuple[Any, ...]] = []  # those that each call began under
         self.called: set[str] = set()
         self.paths: dict[int, str] = {}
         for path, m in modules.items():
@@ -229,14 +229,14 @@ class _Recorder(TorchFunctionMode):
         call = ModuleCall(
             path, parent, self.nodes.count, args=handed[0], kwargs=handed[1], lent=lent
         )
-        self.contexts.append(_contexts())
+        self._contexts.append(contexts())
         self.nodes.running.append(len(self.calls))
         self.calls.append(call)
         try:
             output = original(m, *args, **kwargs)
         finally:
             self.nodes.running.pop()
-        call.unsaid = call.unsaid or _odd_container(output)
+        call.unsaid = call.unsaid or odd_container(output)
         if self.nodes.running:  # the model's own output is the graph's
             with _Paused(self):
                 call.output = self.nodes.handed(output)
@@ -314,7 +314,7 @@ class _Recorder(TorchFunctionMode):
 
     def _notice_contexts(self) -> None:
         """What a graph does not hold: under which contexts a module's code makes its calls."""
-        if self.nodes.running and _contexts() != self.contexts[self.nodes.running[-1]]:
+        if self.nodes.running and contexts() != self._contexts[self.nodes.running[-1]]:
             self._unsaid("calls under a context of its own (autocast, inference mode)")
 
     def _unsaid(self, what: str) -> None:
@@ -421,24 +421,6 @@ class _Recorder(TorchFunctionMode):
                 op_name(node.target) or str(node.target), run, args, kwargs, value
             )
         return self._probes[key]
-
-
-def _odd_container(output: Any) -> str:
-    """What a graph returns in its place is a plain dict or list."""
-    kind = type(output)
-    if kind in (dict, list, tuple, torch.Size) or hasattr(kind, "_fields"):
-        return next(filter(None, map(_odd_container, tree.children(output))), "")
-    if isinstance(output, (dict, list, tuple)) and not is_dataclass(output):
-        return f"returns a container of its own ({kind.__name__})"
-    return ""
-
-
-def _contexts() -> tuple[Any, ...]:
-    return (
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
-    )
 
 
 def _tensors(m: nn.Module) -> list[Any]:
