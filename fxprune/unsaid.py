@@ -1,4 +1,4 @@
-"""What a module's code may do that a recorded graph has no place for: then it is not written anew."""
+"""What code does that a recorded graph has no place for: then it is not written anew."""
 
 from __future__ import annotations
 
