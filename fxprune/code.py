@@ -25,13 +25,14 @@ from .answers import at_new_widths
 from .channels import Channels
 from .errors import PruningError
 from .faults import CannotRewrite, Fault, WrongOrder, WrongSize, same_sizes
-from .flags import may_read_mode, only_hands_mode_on
+from .flags import may_read_mode, only_hands_mode_on, reads_mode_of_others
 from .modes import Differences, depend_on_mode, differences, handed_on
-from .near import codes_near, names_in, read_by_forward
+from .near import codes_near, names_in, read_by_forward, set_by_forward
 from .ops import op_name
 from .recording import ModuleCall, Trace
 from .replay import Replay
 from .running import all_tensors, modules_of, read_attribute
+from .unsaid import OWN_CONTEXT
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def expect_argument(value: Any, recorded: Any, name: str) -> None:
 
 def expect_answer(answer: Any, recorded: Any, question: str) -> None:
     """The code asked something of sizes, and went the way of the answer."""
-    if answer != recorded:
+    if answer != recorded and not (answer != answer and recorded != recorded):  # NaN is NaN
         raise PruningError(
             f"this forward was rewritten from a run in which {question} was {recorded!r}; it is "
             f"{answer!r} now. Prune the model as it is to run, on an input of such a size"
@@ -217,8 +218,19 @@ class _Body:
             raise CannotRewrite(f"the forward of {self.name} was replaced on the module itself")
         if self.call.unsaid:
             raise CannotRewrite(f"{self.name} {self.call.unsaid}")
-        if any("register_hook" in names_in(code) for code in codes_near(self.module)):
+        cls: Any = type(self.module)
+        written = ", ".join(sorted(set_by_forward(cls)))
+        if written:
+            raise CannotRewrite(f"{self.name} sets {written} as it runs")
+        named = set().union(*map(names_in, codes_near(self.module)))
+        if "autocast" in named:  # which a recording does not see where it is switched off
+            raise CannotRewrite(f"{self.name} {OWN_CONTEXT}")
+        if "register_hook" in named:
             raise CannotRewrite(f"{self.name} puts hooks on tensors")
+        if not named.isdisjoint(("is_grad_enabled", "requires_grad")):
+            raise CannotRewrite(f"{self.name} goes by whether gradients are recorded")
+        if reads_mode_of_others(self.module):
+            raise CannotRewrite(f"{self.name} goes by the mode of another module")
         for question in self.call.questions:
             if question.function in _LOSING and any(map(self._may_vary, question.operands)):
                 raise CannotRewrite(f"{self.name} goes by {question}, and inputs may have others")
@@ -246,6 +258,8 @@ class _Body:
         for name, parameter in parameters.items():
             default = parameter.default
             default = () if default is inspect.Parameter.empty else (default,)
+            if not all(isinstance(n, (*_PLAIN, str, torch.dtype)) for n in _nodes(default)):
+                raise CannotRewrite(f"the default of {name} is no plain value")
             star = variable.get(parameter.kind, "")
             node = self.graph.placeholder(f"{star}{name}", None, *default)
             value = bound.arguments.get(name, {} if star == "**" else ())
@@ -324,6 +338,9 @@ class _Body:
         inside = (c for c in self.trace.calls if child.start <= c.start < child.stop)
         if any(c.lent for c in (child, *inside)):
             raise CannotRewrite(f"{child.path} runs on tensors that are not its own")
+        passes = isinstance(child.output, fx.Node) and child.output in child.inputs()
+        if passes and may_read_mode(self.trace.modules[child.path]):  # which is read after it?
+            raise CannotRewrite(f"{child.path} gives back what it gets, in eval mode at least")
         node = self.graph.create_node(
             "call_module", path, self._value(tuple(child.args)), self._value(child.kwargs)
         )
@@ -357,10 +374,11 @@ class _Body:
         """The code took each of the parts (of a batch, of a sequence) in its turn."""
         name, arguments = op_name(node.target), (*node.args, *node.kwargs.values())
         by_list = any(isinstance(each, (list, tuple)) for each in arguments)
-        if name not in ("unbind", "split", "chunk", "tensor_split") or by_list:
+        along = {"vsplit": 0, "hsplit": 1, "dsplit": 2}
+        if by_list or name not in ("unbind", "split", "chunk", "tensor_split", *along):
             return
         alone = len(arguments) == (1 if name == "unbind" else 2)
-        x, dim = arguments[0], 0 if alone else arguments[-1]
+        x, dim = arguments[0], along.get(name, 0) if alone else arguments[-1]
         if isinstance(x, fx.Node) and isinstance(dim, int) and self._is_free(x, dim):
             count, parts = self.graph.call_function(len, (new,)), len(node.meta["spec"])
             self.graph.call_function(expect_answer, (count, parts, f"len({node.name})"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 from functools import lru_cache
+from itertools import pairwise
 from types import CodeType
 
 from torch import fx, nn
@@ -18,7 +19,8 @@ def may_read_mode(module: nn.Module) -> bool:
 
 
 def only_hands_mode_on(module: nn.Module) -> bool:
-    """Whether all that code of a module does by the flag is to call others with ``training=``."""
+    """Whether all that code of a module does by the flag is to call others with ``training=``, and
+    says nothing else there."""
     return all(map(_only_hands_on, codes_near(module)))
 
 
@@ -30,9 +32,24 @@ def _only_hands_on(code: CodeType) -> bool:
     words = [code.co_consts[s.arg or 0] if s.opname == "KW_NAMES" else s.argval for s in steps]
     handed = [names for names in words if isinstance(names, tuple) and "training" in names]
     pushes = ("LOAD_", "PUSH_", "KW_NAMES", "PRECALL", "CALL")
-    return len(read) <= len(handed) and all(
+    return len(read) == len(handed) and all(
         steps[i].opname in ("LOAD_ATTR", "LOAD_FAST") and steps[i + 1].opname.startswith(pushes)
         for i in read
+    )
+
+
+def reads_mode_of_others(module: nn.Module) -> bool:
+    """Whether code of a module reads the flag of another one (``self.drop.training``)."""
+    return any(map(_reads_of_others, codes_near(module)))
+
+
+@lru_cache(maxsize=1024)
+def _reads_of_others(code: CodeType) -> bool:
+    steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
+    own = code.co_varnames[:1]
+    return any(
+        step.opname == "LOAD_ATTR" and step.argval == "training" and before.argval not in own
+        for before, step in pairwise(steps)
     )
 
 

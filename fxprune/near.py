@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections.abc import Iterable, Iterator
@@ -73,12 +74,28 @@ def names_in(code: CodeType) -> set[str]:
 def read_by_forward(cls: type) -> frozenset[str]:
     """The names in the code of a class's forward and of the methods that it calls, but of those
     that only check their arguments."""
-    found: set[str] = set()
+    return frozenset(name for code in codes_of_forward(cls) for name in _called_in(code))
+
+
+@functools.lru_cache(maxsize=512)
+def set_by_forward(cls: type) -> frozenset[str]:
+    """The attributes that the same code sets."""
+    steps = (step for code in codes_of_forward(cls) for step in dis.get_instructions(code))
+    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
+
+
+def codes_of_forward(cls: type) -> list[CodeType]:
+    """Of a class's forward and of the methods that it calls."""
+    found: dict[str, CodeType] = {}
     waiting = ["forward"]
     while waiting:
-        method = inspect.unwrap(getattr(cls, waiting.pop(), None))  # type: ignore[arg-type]
-        names = set(method.__code__.co_names) if inspect.isfunction(method) else set()
-        new = {n for n in names - found if not n.lstrip("_").startswith("check")}
-        found |= new
-        waiting += new
-    return frozenset(found)
+        name = waiting.pop()
+        method = inspect.unwrap(getattr(cls, name, None))  # type: ignore[arg-type]
+        if name not in found and inspect.isfunction(method):
+            found[name] = method.__code__
+            waiting += _called_in(method.__code__)
+    return list(found.values())
+
+
+def _called_in(code: CodeType) -> list[str]:
+    return [name for name in code.co_names if not name.lstrip("_").startswith("check")]

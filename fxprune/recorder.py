@@ -40,7 +40,7 @@ from .running import (
 )
 from .spec import spec
 from .told import autograd_functions, module_calls, script_calls, scripted_from, told, uncompiled
-from .unsaid import contexts, odd_container
+from .unsaid import OWN_CONTEXT, contexts, odd_container
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
@@ -315,7 +315,7 @@ class _Recorder(TorchFunctionMode):
     def _notice_contexts(self) -> None:
         """What a graph does not hold: under which contexts a module's code makes its calls."""
         if self.nodes.running and contexts() != self._contexts[self.nodes.running[-1]]:
-            self._unsaid("calls under a context of its own (autocast, inference mode)")
+            self._unsaid(OWN_CONTEXT)
 
     def _unsaid(self, what: str) -> None:
         for i in self.nodes.running[-1:]:

@@ -31,6 +31,11 @@ class ModuleCall:
     lent: bool = False  # it ran on tensors that it was given in the place of its own
     reads_data: bool = False  # Python saw values of tensors: the run may go another way next time
 
+    def inputs(self) -> set[fx.Node]:
+        found: set[fx.Node] = set()
+        fx.node.map_arg((self.args, self.kwargs), found.add)
+        return found
+
 
 @dataclass
 class Trace:

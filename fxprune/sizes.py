@@ -158,6 +158,12 @@ def _install(base: type, cls: type) -> None:
 
     setattr(cls, "__divmod__", both)  # noqa: B010
     setattr(cls, "__rdivmod__", both_reflected)  # noqa: B010
+
+    def positive(self: Any) -> Any:
+        return traced(absolute(self), Operation(abs, (self,)))
+
+    absolute = getattr(base, "__abs__")  # noqa: B009
+    setattr(cls, "__abs__", positive)  # noqa: B010
     minus = getattr(base, "__neg__")  # noqa: B009
     setattr(cls, "__neg__", negate)  # noqa: B010
 
@@ -287,7 +293,7 @@ def _product(numbers: Any, /, *, start: Any = 1) -> Any:
 
 
 _len, _range = builtins.len, builtins.range
-_ASKING = ("log", "log2", "log10", "gcd", "lcm", "isqrt")
+_ASKING = ("log", "log2", "log10", "gcd", "lcm", "isqrt", "comb", "perm", "factorial")
 _READING: list[tuple[Any, str, Any]] = [
     (builtins, "len", _length), (builtins, "range", _Range), (math, "prod", _product),
     *((math, name, _asking(getattr(math, name))) for name in _ASKING),

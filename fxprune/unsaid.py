@@ -9,6 +9,8 @@ import torch
 
 from . import tree
 
+OWN_CONTEXT = "calls under a context of its own (autocast, inference mode)"
+
 
 def odd_container(output: Any) -> str:
     """What a graph returns in its place is a plain dict or list."""
