@@ -132,13 +132,18 @@ def pick(a, call, x, index, shape):
             a.keep_rows(x, dim, item)
             touched.append(dim)
         items.append(item)
-    y = a.move(call, x, lambda t: t[tuple(items)], shape, touched=touched)
-    return looked_up(a, call, y) if any(isinstance(i, torch.Tensor) for i in items) else y
+    picked = [
+        dim for (_, dim, _), item in zip(per_dim(x, index), items, strict=True)
+        if isinstance(item, torch.Tensor)
+    ]  # fmt: skip
+    look_up(a, call, x, picked)
+    return a.move(call, x, lambda t: t[tuple(items)], shape, touched=touched)
 
 
-def looked_up(a, call, y):
-    """Rows of a parameter are an embedding's: what is in them is made there."""
-    if isinstance(call.inputs[0], Named):
-        for axis in y.axes:
-            a.makes(axis)
-    return y
+def look_up(a, call, x, dims):
+    """Where rows of a parameter are picked by data, what is in them is made there, as in an
+    embedding."""
+    if dims and isinstance(call.inputs[0], Named):
+        for axis in x.axes:
+            if set(axis.dims).isdisjoint(dims):
+                a.makes(axis)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxprune.patterns.indexing import looked_up
+from fxprune.patterns.indexing import look_up
 
 from fxprune.channels import Channels
 from fxprune.registry import register
@@ -60,7 +60,8 @@ def index_select(a, call):
         reason = f"positions that are data are read from it in {call.name}"
         x = a.freeze_dims(x, [dim], reason, call)
         at = a.positions(call, call.arg(2, "index"), x, dim)
-    return looked_up(a, call, a.move(call, x, lambda t: t.index_select(dim, at), touched=[dim]))
+    look_up(a, call, x, [dim])
+    return a.move(call, x, lambda t: t.index_select(dim, at), touched=[dim])
 
 
 @register("gather", "take_along_dim")
