@@ -25,10 +25,10 @@ from .answers import at_new_widths
 from .channels import Channels
 from .errors import PruningError
 from .faults import CannotRewrite, Fault, WrongOrder, WrongSize, same_sizes
-from .flags import may_read_mode, only_hands_mode_on, reads_mode_of_others
-from .modes import Differences, depend_on_mode, differences, handed_on
+from .flags import depend_on_mode, may_read_mode, only_hands_mode_on, reads_mode_of_others
+from .modes import Differences, differences, handed_on
 from .near import codes_near, names_in, read_by_forward, set_by_forward
-from .ops import op_name
+from .ops import argument_names
 from .recording import ModuleCall, Trace
 from .replay import Replay
 from .running import all_tensors, modules_of, read_attribute
@@ -105,7 +105,7 @@ def _restore(base: type, code: Code | Borrowed) -> Any:
 
 def expect_argument(value: Any, recorded: Any, name: str) -> None:
     """The new code is that of one run: an argument that changed its way has to be the same."""
-    if value is not recorded and value != recorded:
+    if not _same(value, recorded):
         raise PruningError(
             f"this forward was rewritten from a run with {name}={recorded!r}, and cannot take "
             f"{value!r}; plan with the example input that you need"
@@ -114,11 +114,15 @@ def expect_argument(value: Any, recorded: Any, name: str) -> None:
 
 def expect_answer(answer: Any, recorded: Any, question: str) -> None:
     """The code asked something of sizes, and went the way of the answer."""
-    if answer != recorded and not (answer != answer and recorded != recorded):  # NaN is NaN
+    if not _same(answer, recorded):
         raise PruningError(
             f"this forward was rewritten from a run in which {question} was {recorded!r}; it is "
             f"{answer!r} now. Prune the model as it is to run, on an input of such a size"
         )
+
+
+def _same(now: Any, recorded: Any) -> bool:
+    return now is recorded or now == recorded or (now != now and recorded != recorded)  # NaN
 
 
 def _keys(arguments: Any) -> tuple[Any, ...]:
@@ -372,13 +376,15 @@ class _Body:
 
     def _expect_as_many(self, node: fx.Node, new: fx.Node) -> None:
         """The code took each of the parts (of a batch, of a sequence) in its turn."""
-        name, arguments = op_name(node.target), (*node.args, *node.kwargs.values())
-        by_list = any(isinstance(each, (list, tuple)) for each in arguments)
-        along = {"vsplit": 0, "hsplit": 1, "dsplit": 2}
-        if by_list or name not in ("unbind", "split", "chunk", "tensor_split", *along):
+        pattern = self.trace.pattern(node)
+        given = (*node.args, *node.kwargs.values())
+        by_list = any(isinstance(each, (list, tuple)) for each in given)
+        if pattern is None or pattern.kind != "split" or by_list:
             return
-        alone = len(arguments) == (1 if name == "unbind" else 2)
-        x, dim = arguments[0], along.get(name, 0) if alone else arguments[-1]
+        names = argument_names(node.target, len(node.args), node.kwargs) or []
+        at = names.index("dim") if "dim" in names else len(given)
+        dim = node.args[at] if at < len(node.args) else node.kwargs.get("dim", 0)
+        x = given[0]
         if isinstance(x, fx.Node) and isinstance(dim, int) and self._is_free(x, dim):
             count, parts = self.graph.call_function(len, (new,)), len(node.meta["spec"])
             self.graph.call_function(expect_answer, (count, parts, f"len({node.name})"))

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import dis
 import functools
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .near import codes, package_of
+from .near import codes, near, package_of
 from .running import dotted
 
 # What sets up a module, or moves it to another device or dtype.
@@ -45,20 +44,8 @@ def fixed_tensors(modules: Mapping[str, nn.Module]) -> list[Fixed]:
     ]  # fmt: skip
     if not found:
         return found
-    set_anew = {name for module in {*modules.values()} for name in _set_near(module)}
+    set_anew = {name for module in {*modules.values()} for name in near(module, _set_by, _stored)}
     return [each for each in found if set_anew.isdisjoint((_ANY, each.key))]
-
-
-def _set_near(module: nn.Module) -> Iterator[str]:
-    """Attributes that the code of a module, of its hooks and of the objects it holds sets."""
-    cls: Any = type(module)
-    yield from _set_by(cls)
-    for value in (*vars(module).values(), *module._forward_hooks.values()):
-        held: Any = type(value)
-        if inspect.isroutine(value):
-            yield from _stored(value, package_of(cls))
-        elif not isinstance(value, nn.Module) and package_of(held) == package_of(cls):
-            yield from _set_by(held)
 
 
 @functools.lru_cache(maxsize=512)

@@ -7,6 +7,7 @@ import inspect
 from functools import lru_cache
 from itertools import pairwise
 from types import CodeType
+from typing import Any
 
 from torch import fx, nn
 
@@ -68,11 +69,19 @@ def training_argument(node: fx.Node) -> int | str | None:
     return at if at < len(node.args) and node.args[at] is False else None
 
 
-def read_training(node: fx.Node, where: int | str) -> None:
-    """Have ``node`` take ``self.training`` there."""
+def depend_on_mode(node: fx.Node, place: int | str, train: Any) -> None:
+    """Have ``node`` take ``train`` there in training mode."""
+    old = node.args[place] if isinstance(place, int) else node.kwargs[place]
     with node.graph.inserting_before(node):
-        training = node.graph.create_node("get_attr", "training")
-    if isinstance(where, int):
-        node.update_arg(where, training)
+        value = node.graph.create_node("get_attr", "training")
+        if (train, old) != (True, False):
+            value = node.graph.call_function(by_mode, (value, train, old))
+    if isinstance(place, int):
+        node.update_arg(place, value)
     else:
-        node.update_kwarg(where, training)
+        node.update_kwarg(place, value)
+
+
+def by_mode(training: bool, train: Any, evaluate: Any) -> Any:
+    """An argument that depends on the mode (``p if self.training else 0.0``)."""
+    return train if training else evaluate

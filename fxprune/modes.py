@@ -19,24 +19,6 @@ from .recording import Trace
 Differences = dict[fx.Node, list[tuple[int | str, Any]]]
 
 
-def depend_on_mode(node: fx.Node, place: int | str, train: Any) -> None:
-    """Have ``node`` take ``train`` there in training mode."""
-    old = node.args[place] if isinstance(place, int) else node.kwargs[place]
-    with node.graph.inserting_before(node):
-        value = node.graph.create_node("get_attr", "training")
-        if (train, old) != (True, False):
-            value = node.graph.call_function(by_mode, (value, train, old))
-    if isinstance(place, int):
-        node.update_arg(place, value)
-    else:
-        node.update_kwarg(place, value)
-
-
-def by_mode(training: bool, train: Any, evaluate: Any) -> Any:
-    """An argument that depends on the mode (``p if self.training else 0.0``)."""
-    return train if training else evaluate
-
-
 def handed_on(trace: Trace, index: int) -> Differences:
     """The flags that code passes on, where it does nothing else by the mode."""
     if not may_read_mode(trace.modules[trace.calls[index].path]):

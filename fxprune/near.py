@@ -5,11 +5,13 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CellType, CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
+
+T = TypeVar("T")
 
 
 def package_of(of: Any) -> str:
@@ -43,16 +45,25 @@ def codes(value: Any, package: str, seen: set[int] | None = None) -> Iterator[Co
         yield from codes(each, package, seen)
 
 
-def codes_near(module: nn.Module) -> Iterator[CodeType]:
-    """The code of a module, of its hooks and of the objects it holds."""
+def near(
+    module: nn.Module,
+    of_class: Callable[[Any], Iterable[T]],
+    of_function: Callable[[Any, str], Iterable[T]],
+) -> Iterator[T]:
+    """What there is of a module's class, its hooks and functions, and the objects it holds."""
     cls: Any = type(module)
-    yield from _codes_of(cls)
+    yield from of_class(cls)
     for value in (*vars(module).values(), *module._forward_hooks.values()):
         held: Any = type(value)
         if inspect.isroutine(value):
-            yield from codes(value, package_of(cls))
+            yield from of_function(value, package_of(cls))
         elif not isinstance(value, nn.Module) and package_of(held) == package_of(cls):
-            yield from _codes_of(held)
+            yield from of_class(held)
+
+
+def codes_near(module: nn.Module) -> Iterator[CodeType]:
+    """The code of all that."""
+    return near(module, _codes_of, codes)
 
 
 @functools.lru_cache(maxsize=512)

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from . import caches, sizes, tree
 from .aten import AtenRecorder, followed
 from .errors import InputError, ModelError, PruningError
-from .flags import may_read_mode, read_training, training_argument
+from .flags import depend_on_mode, may_read_mode, training_argument
 from .mask import is_of_masks, unmasked
 from .nodes import Nodes, where
 from .ops import op_name
@@ -72,7 +72,7 @@ def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
         for node in list(recorded.graph.nodes):
             flag = training_argument(node)
             if flag is not None and may_read_mode(recorded.module_of(node)):
-                read_training(node, flag)
+                depend_on_mode(node, flag, True)
         return recorded.graph_module()
 
 

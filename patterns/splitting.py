@@ -53,8 +53,16 @@ def places(call):
     return call.arg(1, name), name
 
 
+ALONG = {"vsplit": 0, "hsplit": 1, "dsplit": 2}  # the dimension that the name says
+
+
+def dim_of(call):
+    flat = call.word == "hsplit" and len(call.channels().shape) == 1
+    return 0 if flat else ALONG.get(call.word, call.arg(2, "dim", 0))
+
+
 def new_tensor_split(call, new):
-    dim = call.arg(2, "dim", 0)
+    dim = dim_of(call)
     sizes = [shape[dim] for shape in new.result]
     given, name = places(call)
     if isinstance(given, (Channels, Named)):
@@ -68,10 +76,10 @@ def new_tensor_split(call, new):
     return {(1, name): tuple(accumulate(sizes[:-1]))}
 
 
-@register("tensor_split", kind="split", resize=new_tensor_split)
+@register("tensor_split", *ALONG, kind="split", resize=new_tensor_split)
 def tensor_split(a, call):
     """Parts of nearly one size, or that end at stated places."""
-    x, dim = call.channels(), call.arg(2, "dim", 0)
+    x, dim = call.channels(), dim_of(call)
     given, _ = places(call)
     if isinstance(given, (Channels, Named)):
         return a.unknown(call)

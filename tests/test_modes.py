@@ -369,8 +369,9 @@ def test_a_number_that_keeps_its_origin_is_read_anew():
 
 
 @pytest.mark.parametrize("each", [
-    lambda x: x.split(1), lambda x: x[:, None].unbind(0), lambda x: [row for row in x[:, None]],
-], ids=["split", "unbind", "iteration"])  # fmt: skip
+    lambda x: x.split(1), lambda x: torch.vsplit(x, x.shape[0]), lambda x: x[:, None].unbind(0),
+    lambda x: [row for row in x[:, None]],
+], ids=["split", "vsplit", "unbind", "iteration"])  # fmt: skip
 def test_as_many_parts_are_expected_as_were_recorded(each):
     plan, masked, small = both(
         lambda s, x: torch.cat([s.b(parts(s.a(part).sigmoid())) for part in each(x)])

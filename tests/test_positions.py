@@ -43,6 +43,9 @@ TOKENS = {
         1, rows_of(1, 4).expand_as(h), h, "amax"
     ),
     "renorm": lambda h: h.renorm(2, 2, 1.0),
+    "hsplit": lambda h: torch.cat(h.hsplit(2)[::-1], 1),
+    "dsplit": lambda h: torch.mul(*h.dsplit(2)).repeat(1, 1, 2),
+    "dsplit at": lambda h: torch.cat(h.dsplit([3, 5])[::-1], 2),
     "rows in a stack": lambda h: torch.stack([row for row in h]),
     "means in a stack": lambda h: torch.stack([h[:1].mean(0), h[1:].mean(0)]),
     "new": lambda h: h + h.data.new(h.shape[1], h.shape[2]).fill_(1.0),
