@@ -231,6 +231,8 @@ class _Body:
             raise CannotRewrite(f"{self.name} {OWN_CONTEXT}")
         if "register_hook" in named:
             raise CannotRewrite(f"{self.name} puts hooks on tensors")
+        if not named.isdisjoint(("manual_seed", "set_rng_state", "fork_rng")):
+            raise CannotRewrite(f"{self.name} sets where random numbers begin")
         if not named.isdisjoint(("is_grad_enabled", "requires_grad")):
             raise CannotRewrite(f"{self.name} goes by whether gradients are recorded")
         if reads_mode_of_others(self.module):

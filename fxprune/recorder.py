@@ -40,7 +40,7 @@ from .running import (
 )
 from .spec import spec
 from .told import autograd_functions, module_calls, script_calls, scripted_from, told, uncompiled
-from .unsaid import OWN_CONTEXT, contexts, odd_container
+from .unsaid import OWN_CONTEXT, READ_PAST_SIZES, Kept, contexts, odd_container
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
@@ -163,6 +163,7 @@ class _Recorder(TorchFunctionMode):
         self.model = model
         modules = modules_of(model)
         self.nodes = Nodes(model, modules)
+        self._kept = Kept(modules.values())
         self.calls: list[ModuleCall] = []
         self._contexts: list[tuple[Any, ...]] = []  # those that each call began under
         self.called: set[str] = set()
@@ -226,6 +227,7 @@ class _Recorder(TorchFunctionMode):
             handed = self.nodes.handed(args), self.nodes.handed(kwargs)
         parent = self.nodes.running[-1] if self.nodes.running else None
         self._notice_contexts()
+        self._notice_changes()
         call = ModuleCall(
             path, parent, self.nodes.count, args=handed[0], kwargs=handed[1], lent=lent
         )
@@ -234,6 +236,7 @@ class _Recorder(TorchFunctionMode):
         self.calls.append(call)
         try:
             output = original(m, *args, **kwargs)
+            self._notice_changes()
         finally:
             self.nodes.running.pop()
         call.unsaid = call.unsaid or odd_container(output)
@@ -317,6 +320,11 @@ class _Recorder(TorchFunctionMode):
         if self.nodes.running and contexts() != self._contexts[self.nodes.running[-1]]:
             self._unsaid(OWN_CONTEXT)
 
+    def _notice_changes(self) -> None:
+        changed = self._kept.changed()
+        if changed:
+            self._unsaid(f"changes what is in {changed} as it runs")
+
     def _unsaid(self, what: str) -> None:
         for i in self.nodes.running[-1:]:
             self.calls[i].unsaid = self.calls[i].unsaid or what
@@ -331,8 +339,9 @@ class _Recorder(TorchFunctionMode):
         if name == "__len__":
             return self._read_length(func, args)
         if name in ("numel", "nelement"):
-            shape = sizes.traced_size(self.nodes.tensor(args[0]), args[0].shape)
-            return functools.reduce(operator.mul, shape, 1)
+            return sizes.traced_size(self.nodes.tensor(args[0]), args[0].shape).numel()
+        if name in READ_PAST_SIZES:
+            self._unsaid(f"goes by the {name} of a tensor")
         if name == "__get__":
             return self._record_property(func, args)
         if name == "__getitem__":
@@ -362,6 +371,8 @@ class _Recorder(TorchFunctionMode):
 
     def _record_property(self, func: Any, args: Any) -> Any:
         value = func(*args)
+        if func.__self__.__name__ in READ_PAST_SIZES:
+            self._unsaid(f"goes by the {func.__self__.__name__} of a tensor")
         if not isinstance(value, torch.Tensor) or func.__self__.__name__ in ("grad", "_grad"):
             return value
         arguments = (self.nodes.tensor(args[0]), func.__self__.__name__)

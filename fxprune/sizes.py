@@ -87,9 +87,39 @@ def traced(value: Any, origin: Origin) -> Any:
     return result
 
 
-def traced_size(source: Any, size: torch.Size) -> torch.Size:
-    """``size`` as a ``torch.Size`` whose items know that they are dimensions of ``source``."""
-    return torch.Size([traced(n, Dimension(source, i)) for i, n in enumerate(size)])
+class TracedSize(tuple):
+    """A ``torch.Size`` of traced numbers, whose product knows its origin, too. PyTorch's own class
+    cannot be derived from: this one says that it is it, and is a tuple to whoever looks closer."""
+
+    __class__ = property(lambda self: torch.Size)  # type: ignore[assignment]
+    __slots__ = ()
+
+    def numel(self) -> int:
+        return functools.reduce(operator.mul, self) if self else 1
+
+    def __getitem__(self, index: Any) -> Any:
+        found = tuple.__getitem__(self, index)
+        return TracedSize(found) if isinstance(index, slice) else found
+
+    def __add__(self, other: Any) -> Any:
+        return TracedSize(tuple.__add__(self, other))
+
+    def __radd__(self, other: Any) -> Any:
+        return TracedSize(other + tuple(self))
+
+    def __mul__(self, times: Any) -> Any:
+        return TracedSize(tuple.__mul__(self, times))
+
+    def __repr__(self) -> str:
+        return repr(torch.Size(map(plain, self)))
+
+    def __reduce__(self) -> Any:
+        return torch.Size, (tuple(map(plain, self)),)
+
+
+def traced_size(source: Any, size: torch.Size) -> TracedSize:
+    """``size`` with items that know that they are dimensions of ``source``."""
+    return TracedSize([traced(n, Dimension(source, i)) for i, n in enumerate(size)])
 
 
 def plain(number: Any) -> Any:

@@ -239,6 +239,31 @@ def a_map_that_is_kept(s, x):
     return s.b(s.last)
 
 
+def a_list_that_is_kept(s, x):
+    h = parts(s.a(x).sigmoid())
+    s.seen.append(h)
+    return s.b(h)
+
+
+def a_mapping_that_is_kept(s, x):
+    h = parts(s.a(x).sigmoid())
+    s.by_name["h"] = h
+    return s.b(h)
+
+
+def a_seed(s, x):
+    torch.manual_seed(0)
+    return s.b(parts(s.a(x).sigmoid()))
+
+
+def the_strides(s, x):
+    return s.b(parts(s.a(x).sigmoid())) * x.stride(1)
+
+
+def the_bytes(s, x):
+    return s.b(parts(s.a(x).sigmoid())) * x.nbytes
+
+
 class DropPath(nn.Module):
     def forward(self, x):
         return x * 2 if self.training else x
@@ -265,9 +290,14 @@ def whether_gradients_are_recorded(s, x):
     (a_map_that_is_kept, "sets last as it runs"),
     (under_no_grad, "switches the recording of gradients"),
     (a_hook_on_a_tensor, "puts hooks on tensors"),
+    (a_list_that_is_kept, "changes what is in seen"),
+    (a_mapping_that_is_kept, "changes what is in by_name"),
+    (a_seed, "sets where random numbers begin"),
+    (the_strides, "goes by the stride of a tensor"),
+    (the_bytes, "goes by the nbytes of a tensor"),
 ])  # fmt: skip
 def test_what_a_graph_does_not_hold_is_not_written_anew(forward, words):
-    plan, masked, small = both(forward, drop=DropPath())
+    plan, masked, small = both(forward, drop=DropPath(), seen=[], by_name={"h": None})
     assert not plan.code and words in reason(plan)
 
 
@@ -366,6 +396,20 @@ def test_a_number_that_keeps_its_origin_is_read_anew():
         )
     )
     assert plan.code and difference(masked, small, n=3) <= 1e-9
+
+
+def test_the_product_of_a_shape_keeps_its_origin():
+    plan, masked, small = both(
+        lambda s, x: (
+            s.b(s.a(x).sigmoid()[:, None].view(x.shape[0], x.shape[1:].numel() // 6 * 8))
+            * x.size().numel()
+        )
+    )
+    assert plan.code and difference(masked, small, n=3) <= 1e-9
+    plan, masked, small = both(
+        lambda s, x: s.b((h := s.a(x).sigmoid()[:, None]).view(len(x), h.shape[1:].numel()))
+    )
+    assert not plan.code and difference(masked, small, n=3) <= 1e-9 and small.a.out_features == 4
 
 
 @pytest.mark.parametrize("each", [
