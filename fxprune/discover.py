@@ -31,7 +31,7 @@ from .channels import (
 from .fixed import fixed_tensors
 from .mask import Mask
 from .recording import Trace
-from .relations import Bin, Note, Product, Relations
+from .relations import Bin, Follower, Note, Product, Relations
 from .sayings import Sayings, Telling
 
 
@@ -115,6 +115,7 @@ class Discover(Sayings):
         self.parts: list[torch.Tensor] = []
         self.meetings: dict[fx.Node, list[tuple[np.ndarray, np.ndarray]]] = {}
         self.products: dict[fx.Node, list[Product]] = {}
+        self.followers: list[Follower] = []
         self.plain: dict[fx.Node, set[int]] = {}
         # First labels of the axes that the call at hand has spoken of; None once it is not plain.
         self._spoken: set[int] | None = None
@@ -151,7 +152,7 @@ class Discover(Sayings):
     def source(self, value: Named, roles: Roles, view: tuple[int, ...] | None) -> Channels:
         shape = value.spec.shape
         view = shape if view is None else view
-        if not value.spec.dtype.is_floating_point or value.name in self._rigid:
+        if not value.spec.is_inexact or value.name in self._rigid:
             return Channels(view, (), self.one(value))
         axes = []
         for role, dims in roles.items():
@@ -190,7 +191,7 @@ class Discover(Sayings):
         self._spoken = None
         axes = []
         for d, n in enumerate(call.shape):
-            if n > 1 and call.spec.dtype.is_floating_point:
+            if n > 1 and call.spec.is_inexact:
                 labels = torch.arange(self._next, self._next + n)
                 axes.append(Axis((d,), labels, self.filled(value, n), blank=True))
                 self._next += n
@@ -296,6 +297,8 @@ class Discover(Sayings):
         if rectangle is None or not set(at) <= rectangle.held:  # what is held does not shrink
             index = tuple(slice(None) if i in at else 0 for i in range(axis.units.dim()))
             self.join(Axis(blank.dims, axis.units[index]), blank, call)
+            if len(at) == 1 < len(axis.dims):
+                self.followers.append(Follower(blank.units, axis.units, at[0]))
 
     def spread(self, axis: Axis) -> None:
         self._spread.append(axis.units.reshape(-1).numpy())
@@ -353,6 +356,7 @@ class Discover(Sayings):
             self.values,
             self.decisions,
             self.products,
+            self.followers,
             self if self._settled and self.telling is not None else None,
         )
 

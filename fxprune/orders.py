@@ -72,6 +72,9 @@ class Orders(Algebra):
         self.decisions = relations.decisions
         self.found: dict[fx.Node, list[AtNode]] = {}  # what is wrong at each node
         self._kept = torch.from_numpy(kept[relations.classes])  # by label
+        for each in relations.followers:
+            width = self._compress(each.units, each.units).size(each.dim)
+            self._kept[each.blank] = torch.arange(len(each.blank)) < width
         self._pinned: set[int] = set()  # parameters whose order is settled, by first label
         self._moved = set(self._orders)  # those whose slices do not stand as they stood
         self._disturbed: set[fx.Node] = set()  # calls after which channels do not

@@ -28,6 +28,7 @@ def largest_error(expected: list[Tensor], found: list[Tensor]) -> float:
     for a, b in zip(expected, found, strict=True):
         if a.shape != b.shape:
             return float("inf")
+        a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (a, b))
         if not a.is_floating_point():
             worst = max(worst, 0.0 if torch.equal(a, b) else float("inf"))
         elif a.numel():
@@ -41,8 +42,8 @@ def largest_error(expected: list[Tensor], found: list[Tensor]) -> float:
 
 
 def tolerance(model: nn.Module) -> float:
-    parameters = [p for p in model.parameters() if p.is_floating_point()]
-    kinds = [p.dtype for p in parameters]
+    parameters = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
+    kinds = [p.dtype.to_real() for p in parameters]
     devices = {p.device.type for p in parameters}
     kinds += [torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)]
     return max((TOLERANCE.get(kind, 1e-9) for kind in kinds), default=1e-9)

@@ -8,7 +8,6 @@ classes with a pattern, and childless modules of ``torch.nn``, become one ``call
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import operator
 import threading

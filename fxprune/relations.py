@@ -43,6 +43,16 @@ class Product:
 
 
 @dataclass
+class Follower:
+    """Slices ``blank`` that are all alike: as many as the array ``units`` has left along ``dim``,
+    one of the several that it lies over."""
+
+    blank: torch.Tensor
+    units: torch.Tensor
+    dim: int
+
+
+@dataclass
 class Relations:
     """What the first walk found: unit classes, what couples them, and why some stay."""
 
@@ -65,6 +75,7 @@ class Relations:
     values: dict = field(repr=False, default_factory=dict)
     decisions: Decisions = field(repr=False, default_factory=dict)
     products: dict[fx.Node, list[Product]] = field(repr=False, default_factory=dict)
+    followers: list[Follower] = field(repr=False, default_factory=list)
     # What the first walk heard beside; None where roles changed on the way, and with them what
     # slices say.
     said: Sayings | None = field(repr=False, default=None)

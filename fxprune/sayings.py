@@ -107,8 +107,10 @@ class Sayings(Algebra):
             return self.rows.dead(torch.zeros(1, *axis.shape, dtype=torch.float64))
         if telling.silent and not scales and axis.role not in ("scale", "stat"):
             return torch.zeros(1, *axis.shape, dtype=torch.float64)
-        values = axis.slices(self.read(axis.name)).cpu().double().reshape(1, *axis.shape)
-        return self.rows.scale(values) if scales else values
+        values = axis.slices(self.read(axis.name)).cpu().reshape(1, *axis.shape)
+        if values.is_complex():  # constants are real: of these only a zero is one
+            return self.rows.dead(_zero_or_nan((values == 0) | scales))
+        return self.rows.scale(values.double()) if scales else values.double()
 
     @property
     def masks_scales(self) -> bool:
@@ -122,7 +124,7 @@ class Sayings(Algebra):
 
     def filled(self, value: float | None, size: int) -> Tensor | None:
         """Constants of a result that the call fills with one value."""
-        if value is None or self.telling is None:
+        if value is None or isinstance(value, complex) or self.telling is None:
             return None
         return torch.full((1, size), float(value), dtype=torch.float64)
 
@@ -273,6 +275,8 @@ class Sayings(Algebra):
                 sizes = weight.units.shape
                 constant = other.says(weight.dims)
                 constant = constant.expand(len(constant), *sizes)
+                if call.spec.dtype.is_complex:  # in which no constant is folded
+                    constant = _zero_or_nan(constant == 0)
                 around = border or ("padding" if other.border else "")
                 arrive = other.over(weight.dims).expand(sizes)
                 self.heard.append(Heard(call, weight.source, right.units, arrive, constant, around))

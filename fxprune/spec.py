@@ -23,6 +23,11 @@ class Spec:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def is_inexact(self) -> bool:
+        """Whether it holds real or complex numbers: what channels are made of."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
 
 def spec(value: Any) -> Any:
     """``value`` with a :class:`Spec` in the place of each tensor."""

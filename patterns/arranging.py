@@ -26,7 +26,7 @@ def expand(a, call):
 def expand_as(a, call):
     """y[i, j] = x[0, j], to the shape of another tensor."""
     other = call.channels(1, "other")
-    return alike(spread(call), call.channels(), [other.axis(d) for d in range(len(other.shape))])
+    return alike(spread(call), call.channels(), [(other, d) for d in range(len(other.shape))])
 
 
 def spread(call):
@@ -36,14 +36,14 @@ def spread(call):
 
 
 def widths_read(a, call):
-    """For each size that the call is given, the axis whose width it is, where the code has read it
-    from a tensor; None elsewhere."""
-    axes = []
+    """For each size that the call is given, the value and the dimension whose width it is, where
+    the code has read it from a tensor; None elsewhere."""
+    read = []
     for number in given(call):
         source, dim = number.args if is_size(number) else (None, 0)
         x = a.values.get(source)
-        axes.append(x.axis(dim) if isinstance(x, Channels) else None)
-    return axes
+        read.append((x, dim % len(x.shape)) if isinstance(x, Channels) else None)
+    return read
 
 
 def given(call):
@@ -59,11 +59,19 @@ def is_size(number):
 def alike(y, x, widths):
     """One slice of ``x``, as often as another tensor has slices: they go with these."""
     by = len(y.shape) - len(x.shape)
-    axes = [
-        replace(axis.saying(None), dims=(d,), source=None) for d, axis in enumerate(widths)
-        if axis is not None and len(axis.dims) == 1 and len(axis.units) == y.shape[d]
-        and (d < by or x.shape[d - by] == 1)
-    ]  # fmt: skip
+    repeated = [d < by or x.shape[d - by] == 1 for d in range(len(y.shape))]
+    axes = []
+    for d, read in enumerate(widths):
+        axis = read and read[0].axis(read[1])
+        if not axis:
+            continue
+        at = range(d, d + len(axis.dims))  # one that was cut in parts: side by side, as there
+        sizes = y.shape[d : at.stop]
+        if (
+            widths[d : at.stop] == [(read[0], dim) for dim in axis.dims]
+            and all(repeated[d : at.stop]) and tuple(axis.units.shape) == sizes
+        ):  # fmt: skip
+            axes.append(replace(axis.saying(None), dims=tuple(at), source=None))
     return y.with_axes(sorted((*y.axes, *axes), key=lambda axis: axis.dims)) if axes else y
 
 
@@ -72,9 +80,9 @@ def new_repeat(call, new):
     x, numbers = call.channels(), given(call)
     by = len(numbers) - len(x.shape)
     needed = [n.meta["spec"] if isinstance(n, fx.Node) else n for n in numbers]
-    for d, axis in enumerate(widths_read(call.algebra, call)):
-        if axis is not None and len(axis.dims) == 1 and (d < by or x.shape[d - by] == 1):
-            needed[d] = len(axis.units)
+    for d, read in enumerate(widths_read(call.algebra, call)):
+        if read and read[0].axis(read[1]) and (d < by or x.shape[d - by] == 1):
+            needed[d] = read[0].shape[read[1]]
     return with_sizes(call, needed, 1, "repeats" if call.word == "repeat" else "dims")
 
 

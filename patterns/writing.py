@@ -75,12 +75,7 @@ def index_add(a, call):
     """Rows of another tensor are added to, or put in the place of, rows of x."""
     x, dim, source = call.channels(), call.arg(1, "dim"), a.channels(call.arg(3, "source"))
     reason = f"positions that are data are written in {call.name}"
-    dim %= len(x.shape)
-    x, source = (a.freeze_dims(t, [dim], reason, call) for t in (x, source))
-    one = tuple(1 if d == dim else n for d, n in enumerate(x.shape))
-    rows = [Channels(one, t.axes) for t in (x, source)]
-    met = a.meet(call, rows, None, one)
-    return a.forget(Channels(x.shape, met.axes))
+    return put_beside(a, call, [x, source], dim, reason)
 
 
 @register("scatter_add", "scatter_reduce", "scatter")
@@ -92,8 +87,21 @@ def scatter(a, call):
         return a.unknown(call)
     parts = [x, index, *([a.channels(source)] if isinstance(source, (Channels, Named)) else [])]
     reason = f"positions that are data are written in {call.name}"
+    return put_beside(a, call, parts, dim, reason)
+
+
+def put_beside(a, call, parts, dim, reason):
+    """The first of ``parts``, where the others are written along ``dim``: they stand beside it, and
+    may end before it along other dimensions."""
+    x = parts[0]
     dim %= len(x.shape)
-    parts = [a.freeze_dims(t, [dim], reason, call) for t in parts]
-    one = tuple(1 if d == dim else n for d, n in enumerate(x.shape))
-    met = a.meet(call, [Channels(one, t.axes) for t in parts], None, one)
+    short = {d for t in parts for d, n in enumerate(t.shape) if n != x.shape[d]}
+    apart = a.decide(call, lambda: {dim, *short})
+    parts = [a.freeze_dims(t, apart, reason, call) for t in parts]
+    met = a.meet(call, [Channels(without(t, apart), t.axes) for t in parts])
     return a.forget(Channels(x.shape, met.axes))
+
+
+def without(x, dims):
+    """Its shape, with one slice along ``dims``."""
+    return tuple(1 if d in dims else n for d, n in enumerate(x.shape))

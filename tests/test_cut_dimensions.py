@@ -138,3 +138,27 @@ def test_a_norm_without_tensors_serves_two_widths():
     net = nn.Sequential(nn.Conv2d(3, 8, 1), norm, nn.Conv2d(8, 6, 1), norm, nn.Conv2d(6, 4, 1))
     with pytest.warns(UserWarning):
         check(awake(net), torch.randn(2, 3, 4, 4, dtype=torch.float64), shrinks=False)
+
+
+def empty(v):
+    return torch.zeros(len(v), 4, 6, dtype=v.dtype)
+
+
+def at(v):
+    return torch.tensor([1, 0, 1])[: len(v), None, None]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("forward", [
+    lambda v: empty(v).scatter_add_(0, at(v).expand_as(v), v),
+    lambda v: torch.zeros_like(v).scatter_add(0, at(v).expand(-1, v.shape[1], v.shape[2]), v),
+    lambda v: empty(v).scatter_reduce(0, at(v).expand(v.shape), v, "amax"),
+    lambda v: empty(v).index_add_(0, at(v)[:, 0, 0], v),
+    lambda v: empty(v) + v,
+    lambda v: torch.ones(4, 1, dtype=v.dtype) * v,
+    lambda v: v + v.new_zeros(1, 6),
+    lambda v: v * FACTORS[:2, None, None].repeat(1, v.shape[1], v.shape[2]),
+])  # fmt: skip
+def test_what_is_the_same_everywhere_is_as_large_as_what_is_left(forward, seed):
+    plan, small = check(net(forward, seed), X)
+    assert small.q.out_features == 12

@@ -214,7 +214,7 @@ def _products(model: nn.Module, names: list[str], loss: Tensor) -> dict[str, Ten
     except RuntimeError as error:
         raise SettingError(f"the gradient of the loss cannot be taken: {error}") from error
     return {
-        name: _long(tensor.detach()) * _long(gradient)
+        name: (_long(tensor.detach()) * _long(gradient).conj()).real
         for (name, tensor), gradient in zip(found.items(), gradients, strict=True)
         if gradient is not None
     }
@@ -231,7 +231,7 @@ def differentiating(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
     wanted = set(names)
     leaves = [
         tensor for name, tensor in tensors_of(model).items()
-        if tensor.is_leaf and tensor.is_floating_point()
+        if tensor.is_leaf and (tensor.is_floating_point() or tensor.is_complex())
         and (isinstance(tensor, nn.Parameter) or name in wanted)
     ]  # fmt: skip
     if any(tensor.is_inference() for tensor in leaves):

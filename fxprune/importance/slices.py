@@ -22,7 +22,8 @@ class Slices:
         name: of the parameter in the model.
         role: what the slices do: ``out`` makes a channel, ``in`` reads it, ``scale`` and ``shift``
             act on it (a norm's), ``stat`` is measured from it, ``bare…`` is anything else.
-        tensor: the parameter with the slices' dimensions first; no copy.
+        tensor: the parameter with the slices' dimensions first; no copy. Of complex numbers, their
+            absolute values.
         rank: how many dimensions those are.
         units: array (n,), the index of the unit that each row belongs to, -1 where it stays.
         count: number of units.
@@ -117,4 +118,5 @@ def summed(group: list[Slices], values: np.ndarray) -> tuple[np.ndarray, np.ndar
 def slices(tensor: Tensor, axis: SourceAxis, units: np.ndarray, count: int) -> Slices:
     """The rows of ``tensor`` along ``axis``, each with the one of ``count`` units it belongs to."""
     seen = axis.slices(tensor.detach())
+    seen = seen.abs() if seen.is_complex() else seen
     return Slices(axis.name, axis.role, seen, len(axis.dims), units.reshape(-1), count, axis.first)
