@@ -7,11 +7,14 @@ attributes are instances of :class:`TracedInt`. They behave as plain integers, a
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import contextlib
 import functools
 import math
 import operator
+import sys
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .near import package_of
 from .running import modules_of
 
 
@@ -274,16 +278,27 @@ def traced_attributes(model: nn.Module) -> Iterator[None]:
     for path, m in modules_of(model).items():
         prefix = f"{path}." if path else ""
         wrap(vars(m), prefix)
-        config = vars(m).get("config")
-        if hasattr(config, "__dict__") and id(config) not in seen:
-            seen.add(id(config))  # one config is often shared by many modules
-            wrap(vars(config), f"{prefix}config.")
+        for key, value in vars(m).items():
+            if _is_configuration(value) and id(value) not in seen:
+                seen.add(id(value))  # one is often shared by many modules
+                wrap(vars(value), f"{prefix}{key}.")
     try:
         yield
     finally:
         for space, key, old, new in reversed(undo):
             if space.get(key) is new:  # else the model's own code has set it
                 space[key] = old
+
+
+def _is_configuration(value: Any) -> bool:
+    """Whether an attribute of a module is an object whose attributes can be set in its place."""
+    if not hasattr(value, "__dict__") or callable(value):  # a module, a class, a function
+        return False
+    if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
+        return True
+    kind = type(value)
+    frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
+    return not frozen and package_of(kind) not in ("torch", *sys.stdlib_module_names)
 
 
 def _length(value: Any, /) -> int:

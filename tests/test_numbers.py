@@ -3,6 +3,8 @@ an attribute to set, or code to write anew; under all three oracles."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import math
 import types
 
@@ -99,6 +101,33 @@ def test_an_attribute_of_a_config_object_is_set():
     plan, small = check(conv_net(forward, config=config), image())
     assert plan.attributes == {"config.width": 4}
     assert (config.width, small.config.width, small.config.other) == (8, 4, 3)
+
+
+class Sizes:
+    def __init__(self):
+        self.width, self.parts = 8, (2, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    width: int = 8
+    parts: tuple[int, int] = (2, 4)
+
+
+@pytest.mark.parametrize("args", [
+    Sizes(), argparse.Namespace(width=8, parts=(2, 4)), Fixed(),
+], ids=lambda args: type(args).__name__)  # fmt: skip
+def test_a_configuration_goes_by_any_name(args):
+    def forward(s, y):
+        y = y.view(len(y), *s.args.parts, 8, 8).flatten(1, 2)
+        return y.view(y.shape[0], s.args.width, -1).view(y.shape[0], -1, 8, 8)
+
+    plan, small = check(conv_net(forward, args=args), image())
+    if isinstance(args, Fixed):  # nothing can set it
+        assert plan.code and small.args == args
+    else:
+        assert plan.attributes.keys() == {"args.width", "args.parts"} and not plan.code
+        assert (args.width, small.args.width, math.prod(small.args.parts)) == (8, 4, 4)
 
 
 @pytest.mark.parametrize("layer", ["b", "a"])
