@@ -5,18 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-import networkx as nx
 import numpy as np
 
 from .call import node_name
 from .channels import distinct
 from .relations import Relations
 
+if TYPE_CHECKING:
+    import networkx as nx
+
 
 def dependency_graph(relations: Relations) -> nx.Graph:
     """Nodes are parameter axes, one for each group that has slices in the axis; an edge is a call
     that couples slices of two of them. Its connected components are the groups."""
+    import networkx as nx  # here: it takes a third of the time that importing fxprune would
+
     graph: nx.Graph = nx.Graph()
     for group, i in relations.members.tolist():
         source = relations.sources[i]

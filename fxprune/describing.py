@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import networkx as nx
 import numpy as np
 from torch import Tensor, nn
 
@@ -53,9 +52,11 @@ def describe(plan: Any, model: nn.Module | None = None, small: nn.Module | None 
 
 def group_of_axis(plan: Any) -> dict[int, list[int]]:
     """For each axis of the graph, by its number among the sources, the groups it is of."""
+    from networkx import connected_components
+
     sources = plan._relations.sources
     found = []
-    for component in nx.connected_components(plan.graph):
+    for component in connected_components(plan.graph):
         axes = sorted({i for i, _ in component})
         makers = [i for i in axes if sources[i].role == "out"]
         found.append((sources[(makers or axes)[0]].first, axes))

@@ -6,9 +6,8 @@ import os
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,9 @@ from .relations import Relations
 from .replay import Replay
 from .sayings import Telling
 from .settings import Settings
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 @dataclass

@@ -21,6 +21,7 @@ from .call import Call, Named
 from .channels import Axis, Channels, SourceAxis, laid_over
 from .expected import Drawn, Masked
 from .recording import Trace
+from .spec import Spec
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,7 @@ class Sayings(Algebra):
                 sizes = weight.units.shape
                 constant = other.says(weight.dims)
                 constant = constant.expand(len(constant), *sizes)
-                if call.spec.dtype.is_complex:  # in which no constant is folded
+                if isinstance(call.spec, Spec) and call.spec.dtype.is_complex:  # no sink for one
                     constant = _zero_or_nan(constant == 0)
                 around = border or ("padding" if other.border else "")
                 arrive = other.over(weight.dims).expand(sizes)
