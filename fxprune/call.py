@@ -42,6 +42,9 @@ class Call:
     module: Any = None  # the leaf module of a call_module node
     path: str = ""
     inputs: list[Any] = field(default_factory=list)  # tensors among the arguments, in order
+    # What the product with its weight is multiplied by, and its bias is not; 0 where no bias can
+    # take what the product says.
+    factor: float = 1.0
 
     @property
     def name(self) -> str:

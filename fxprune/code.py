@@ -25,8 +25,8 @@ from .answers import at_new_widths
 from .channels import Channels
 from .errors import PruningError
 from .faults import CannotRewrite, Fault, WrongOrder, WrongSize, same_sizes
-from .flags import depend_on_mode, may_read_mode, only_hands_mode_on, reads_mode_of_others
-from .modes import Differences, differences, handed_on
+from .flags import depend_on_mode, may_read_mode, reads_mode_of_others
+from .modes import Differences, differences
 from .near import codes_near, names_in, read_by_forward, set_by_forward
 from .ops import argument_names
 from .recording import ModuleCall, Trace
@@ -240,10 +240,7 @@ class _Body:
         for question in self.call.questions:
             if question.function in _LOSING and any(map(self._may_vary, question.operands)):
                 raise CannotRewrite(f"{self.name} goes by {question}, and inputs may have others")
-        if only_hands_mode_on(self.module):
-            self.modes = handed_on(self.trace, self.index)
-        elif may_read_mode(self.module):
-            self.modes = differences(self.trace, self.index, self.trained(), self.name)
+        self.modes = differences(self.trace, self.index, self.trained, self.name)
 
     def _may_vary(self, number: Any) -> bool:
         """Whether a number is made of sizes that are no widths: the batch's, or positions."""

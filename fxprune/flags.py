@@ -19,24 +19,26 @@ def may_read_mode(module: nn.Module) -> bool:
     return any("training" in names_in(code) for code in codes_near(module))
 
 
-def only_hands_mode_on(module: nn.Module) -> bool:
-    """Whether all that code of a module does by the flag is to call others with ``training=``, and
-    says nothing else there."""
-    return all(map(_only_hands_on, codes_near(module)))
+def hands_mode_on(module: nn.Module) -> int | None:
+    """In how many places code of a module calls others with ``training=`` its own flag; None where
+    it does something else by it, or says something else there."""
+    places = [_hands_on(code) for code in dict.fromkeys(codes_near(module))]
+    return None if None in places else sum(filter(None, places))
 
 
 @lru_cache(maxsize=1024)
-def _only_hands_on(code: CodeType) -> bool:
+def _hands_on(code: CodeType) -> int | None:
     steps = list(dis.get_instructions(code))
     read = [i for i, step in enumerate(steps) if step.argval == "training"]
     # Names of keywords are constants; where they are not loaded as such, dis gives their number.
     words = [code.co_consts[s.arg or 0] if s.opname == "KW_NAMES" else s.argval for s in steps]
     handed = [names for names in words if isinstance(names, tuple) and "training" in names]
     pushes = ("LOAD_", "PUSH_", "KW_NAMES", "PRECALL", "CALL")
-    return len(read) == len(handed) and all(
+    only = len(read) == len(handed) and all(
         steps[i].opname in ("LOAD_ATTR", "LOAD_FAST") and steps[i + 1].opname.startswith(pushes)
         for i in read
     )
+    return len(read) if only else None
 
 
 def reads_mode_of_others(module: nn.Module) -> bool:

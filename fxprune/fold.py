@@ -65,14 +65,14 @@ class Mix:
         """What goes into the bias, with the weights of the model of ``constants``."""
         if self.sink is None:
             return None
-        path, attribute, name, sign = self.sink
+        path, attribute, name, factor = self.sink
         offset = self.offset
         if self.order is not None:
             offset = torch.zeros(self.axis.size, dtype=offset.dtype)
             offset[self.order] = self.offset[0][:, None]
         delta, _ = delta_of(constants, self.read, offset.reshape(self.axis.shape))
         assert delta is not None
-        return Shift(path, attribute, sign * delta, True, name)
+        return Shift(path, attribute, factor * delta, True, name)
 
 
 @dataclass
@@ -142,9 +142,9 @@ def folds(
             variances = torch.stack([read.variance, going])
         delta, varied = delta_of(constants, read, constant if sink else None, variances)
         if sink and delta is not None:
-            path, attribute, name, sign = sink
+            path, attribute, name, factor = sink
             moved = bool(read.border) or masks.some_moved
-            result.shifts.append(Shift(path, attribute, sign * delta, moved, name))
+            result.shifts.append(Shift(path, attribute, factor * delta, moved, name))
         if norm and varied is not None:
             spread.append((norm, varied))
     if spread:
@@ -248,7 +248,7 @@ def _measuring(constants: Constants, read: Read) -> str | None:
     """The variance of a batch norm that is all that reads what a layer makes of what it reads."""
     users = list(read.call.node.users)
     name = constants.norms.get(users[0]) if len(users) == 1 else None
-    return name if constants.measured[name] == 1 else None
+    return name if constants.measured[name] == 1 and read.call.factor == 1 else None
 
 
 def _amplify(result: Folds, constants: Constants, spread: list[tuple[str, Tensor]]) -> None:
@@ -329,7 +329,7 @@ def _carry(read: Read, constant: Tensor, alive: Tensor, classes: np.ndarray) -> 
 
 
 def sink_of(constants: Constants, read: Read, model: nn.Module):
-    """(module path, attribute, tensor name, sign) of what can take a constant, or None."""
+    """(module path, attribute, tensor name, factor) of what can take a constant, or None."""
     call = read.call
     pattern = call.pattern
     if pattern is None or not pattern.bias:
@@ -338,7 +338,7 @@ def sink_of(constants: Constants, read: Read, model: nn.Module):
         argument = _raw_argument(call.node, *pattern.bias)
         if isinstance(argument, fx.Node) and argument.op == "get_attr" and len(argument.users) == 1:
             path, _, attribute = str(argument.target).rpartition(".")
-            return path, attribute, str(argument.target), 1.0
+            return (path, attribute, str(argument.target), call.factor) if call.factor else None
         return None if argument is not None else _absorbing_norm(constants, call)
     weight = next(
         key for key in constants.trace.tensor_names(call.path)

@@ -6,33 +6,62 @@ A call may be told the mode (``F.dropout(x, training=self.training)``), or get a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
 from . import tree
 from .faults import CannotRewrite
-from .flags import may_read_mode, training_argument
+from .flags import hands_mode_on, may_read_mode, training_argument
 from .recording import Trace
 
 # Arguments of a node that are others in training mode: (position or name, value there).
 Differences = dict[fx.Node, list[tuple[int | str, Any]]]
 
 
-def handed_on(trace: Trace, index: int) -> Differences:
-    """The flags that code passes on, where it does nothing else by the mode."""
-    if not may_read_mode(trace.modules[trace.calls[index].path]):
-        return {}
-    flags = ((node, training_argument(node)) for node in own_nodes(trace, index))
-    return {node: [(place, True)] for node, place in flags if place is not None}
-
-
-def differences(trace: Trace, index: int, trained: Trace | None, name: str) -> Differences:
+def differences(
+    trace: Trace, index: int, trained: Callable[[], Trace | None], name: str
+) -> Differences:
     """What the code of call ``index`` passes on in training mode in the place of other numbers.
+
+    Args:
+        trained: gives the trace in training mode, which is asked for where the code alone does not
+            tell.
 
     Raises:
         CannotRewrite: it makes other calls there, or none that can be told.
     """
+    if not may_read_mode(trace.modules[trace.calls[index].path]):
+        return {}
+    found = _handed_on(trace, index)
+    return _compared(trace, index, trained(), name) if found is None else found
+
+
+def flags_of(trace: Trace, trained: Callable[[], Trace | None]) -> Differences:
+    """What code of the whole model passes on; of modules that do more by the mode than a graph can
+    say, the flags that they may have passed on."""
+    found: Differences = {}
+    for i, call in enumerate(trace.calls):
+        try:
+            found |= differences(trace, i, trained, call.path)
+        except CannotRewrite:
+            flags = {n: training_argument(n) for n in own_nodes(trace, i)}
+            found |= {node: [(at, True)] for node, at in flags.items() if at is not None}
+    return found
+
+
+def _handed_on(trace: Trace, index: int) -> Differences | None:
+    """The flags that code passes on; None where it does something else by the mode, or some calls
+    are told by others that nothing trains (``F.batch_norm``, by default)."""
+    places = hands_mode_on(trace.modules[trace.calls[index].path])
+    flags = {n: at for n in own_nodes(trace, index) if (at := training_argument(n)) is not None}
+    if places is None or len({(n.meta["where"], n.target) for n in flags}) > places:
+        return None
+    return {node: [(at, True)] for node, at in flags.items()}
+
+
+def _compared(trace: Trace, index: int, trained: Trace | None, name: str) -> Differences:
     if trained is None:
         raise CannotRewrite(f"{name} does not run in training mode")
     runs = [i for i, call in enumerate(trained.calls) if call.path == trace.calls[index].path]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from numbers import Integral
 from typing import Any
 
@@ -235,9 +235,7 @@ class Planner:
         self.set_for: dict[str, list[np.ndarray]] = {}  # units that an attribute was set for
         self.code: dict[str, Code] = {}
         try:
-            replay = self._replay()
-            while self._set_attributes(replay):
-                replay = self._replay(replay)
+            replay = self._with_attributes()
         except Mismatch as mismatch:
             self._freeze(mismatch.units, mismatch.reason, mismatch.where, mismatch.line)
             return None
@@ -406,8 +404,22 @@ class Planner:
             self.code[self.trace.calls[index].path] = code
         return True
 
-    def _set_attributes(self, replay: Replay) -> bool:
-        """Whether some attribute is to have a new value, on which all its uses agree so far."""
+    def _with_attributes(self) -> Replay:
+        """The trace at the chosen widths, with the attributes set that all their uses agree on."""
+        replay = self._replay()
+        unfit: set[str] = set()
+        while fresh := self._fresh_attributes(replay, unfit):
+            self.attributes |= fresh
+            try:
+                replay = self._replay(replay)
+            except Mismatch:  # other code reads them for something else
+                unfit |= fresh.keys()
+                self.attributes = {k: v for k, v in self.attributes.items() if k not in unfit}
+                replay = self._replay()
+        return replay
+
+    def _fresh_attributes(self, replay: Replay, unfit: Container[str]) -> dict[str, Any]:
+        """Attributes that are to have a new value, on which all their uses agree so far."""
         wanted: dict[tuple[str, int | None], set[Any]] = {}
         for fault in replay.faults():
             for name, index, value in fault.proposals():
@@ -416,7 +428,7 @@ class Planner:
                     self.set_for.setdefault(name, []).append(fault.units)
         fresh: dict[str, Any] = {}
         for (name, index), values in wanted.items():
-            if len(values) > 1 or name in self.attributes:
+            if len(values) > 1 or name in self.attributes or name in unfit:
                 continue
             path, _, key = name.rpartition(".")
             if self.is_layer(path) and replay.module_sizes.get(path, {}).get(key) not in values:
@@ -426,8 +438,7 @@ class Planner:
                 old = fresh.get(name, self.trace.tensor(name))
                 value = type(old)(value if i == index else n for i, n in enumerate(old))
             fresh[name] = value
-        self.attributes |= fresh
-        return bool(fresh)
+        return fresh
 
     def is_layer(self, path: str) -> bool:
         """Whether no code of the model's own runs in the module: a leaf of the trace."""

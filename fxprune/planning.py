@@ -17,12 +17,11 @@ from .calibration.calibrate import calibrate, check_mode
 from .calibration.reconstruction import Reconstruction
 from .check import check_model
 from .discover import discover
-from .errors import InputError, PatternError, PruningError, SettingError
+from .errors import PatternError, PruningError, SettingError
 from .pattern_types import Pattern
 from .planner import Planner
 from .pruning_plan import PruningPlan
-from .recorder import record
-from .recording import Trace
+from .recorder import record, record_training
 from .registry import every, scope
 from .running import uncollected
 from .sayings import Telling
@@ -161,13 +160,7 @@ def make_plan(
     check_names(model, settings)
     settings = for_model(settings, model)
 
-    @cache
-    def trained() -> Trace | None:
-        try:
-            return record(model, example_input, settings.outputs, training=True)
-        except InputError:
-            return None
-
+    trained = cache(partial(record_training, model, example_input, settings.outputs))
     patterns = (patterns,) if isinstance(patterns, Pattern) else patterns or ()
     with scope(*patterns, override=True), uncollected(), _naming_patterns():
         trace = record(model, example_input, settings.outputs)

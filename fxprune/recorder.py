@@ -12,6 +12,7 @@ import inspect
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 from . import caches, sizes, tree
 from .aten import AtenRecorder, followed
 from .errors import InputError, ModelError, PruningError
-from .flags import depend_on_mode, may_read_mode, training_argument
+from .flags import depend_on_mode
 from .mask import is_of_masks, unmasked
+from .modes import flags_of
 from .nodes import Nodes, where
 from .ops import op_name
 from .pattern_types import Pattern
@@ -68,11 +70,19 @@ def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
     """
     with uncollected():
         recorded = record(model, example_input)
-        for node in list(recorded.graph.nodes):
-            flag = training_argument(node)
-            if flag is not None and may_read_mode(recorded.module_of(node)):
-                depend_on_mode(node, flag, True)
+        trained = cache(partial(record_training, model, example_input))
+        for node, flags in flags_of(recorded, trained).items():
+            for place, train in flags:
+                depend_on_mode(node, place, train)
         return recorded.graph_module()
+
+
+def record_training(model: nn.Module, example_input: Any, only: Any = None) -> Trace | None:
+    """A run in training mode; None where the model does not run so."""
+    try:
+        return record(model, example_input, only, training=True)
+    except InputError:
+        return None
 
 
 def record(

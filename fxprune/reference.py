@@ -85,10 +85,11 @@ class Counting:
         args, kwargs = (swap(v) for v in self._replay.calls[node])
         module = self._small.get_submodule(str(node.target)) if node.op == "call_module" else None
         result = run_node(node, module, args, kwargs)
-        said = self._constants.at(node)
+        said, new = self._constants.at(node), self._replay.values[node]
         if isinstance(result, Tensor):
-            return self._widen(node, result, *next(said))
-        return tuple(self._widen(node, r, *s) for r, s in zip(result, said, strict=True))
+            return self._widen(node, result, new, *next(said))
+        parts = zip(result, new, said, strict=True)
+        return tuple(self._widen(node, r, n, *s) for r, n, s in parts)
 
     def _narrow(self, node: fx.Node, value: Tensor) -> Tensor:
         """Kept slices of an argument."""
@@ -100,7 +101,12 @@ class Counting:
         return value
 
     def _widen(
-        self, node: fx.Node, result: Tensor, full: Channels, said: Sequence[Tensor]
+        self,
+        node: fx.Node,
+        result: Tensor,
+        new: Channels,
+        full: Channels,
+        said: Sequence[Tensor],
     ) -> Tensor:
         """The narrow result in a full-width tensor; removed slices hold their constant."""
         for axis, constant in zip(full.axes, said, strict=True):
@@ -114,7 +120,6 @@ class Counting:
             shape[dim] = len(kept)
             wide = torch.nan_to_num(constant).to(result).reshape(shape)
             wide = wide.expand([len(kept) if d == dim else n for d, n in enumerate(result.shape)])
-            new = self._replay.values[node]
             positions = dict(self._replay.positions_kept(node, full, new))[dim]
             result = wide.clone().index_copy(dim, positions.to(result.device), result)
         return result

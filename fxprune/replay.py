@@ -96,6 +96,14 @@ class Replay(Orders):
                     view[d] = n
         return tuple(view)
 
+    def labels_of(self, call: Call, name: str) -> Tensor:
+        """All labels of a tensor of a leaf module."""
+        value = self.member(call, name)
+        axes = self._by_name.get(value.name, []) if value is not None else []
+        return torch.cat(
+            [torch.zeros(0, dtype=torch.int64), *(a.labels().reshape(-1) for a in axes)]
+        )
+
     def as_it_was(self, value: Named) -> Channels:
         """A parameter with the axes that it had in the first walk."""
         shape = value.spec.shape
@@ -153,7 +161,7 @@ class Replay(Orders):
             self._asked.pop(each, None)
         self.found.pop(node, None)
         self._disturbed.discard(node)
-        return self._visit(node)
+        return self._visit(node, again=True)
 
     def faults(self) -> list[Fault]:
         """What the model's own code would do wrongly, in the order of the trace."""
@@ -161,11 +169,9 @@ class Replay(Orders):
         return [*at_nodes, *wrong_answers(self)]
 
     def resize(self, call: Call) -> None:
-        new = NewSizes(self, call.node)
-        if call.pattern is None or call.pattern.resize is None:
-            self._keep_numbers(call)
-            return
-        found = dict(call.pattern.resize(call, new))
+        resize = None if call.pattern is None else call.pattern.resize
+        found = {} if resize is None else dict(resize(call, NewSizes(self, call.node)))
+        self._keep_numbers(call, {key for place in found if place for key in place})
         instead = found.pop(None, None)
         for (position, name), needed in found.items():
             given = position < len(call.args)
@@ -200,16 +206,21 @@ class Replay(Orders):
                 result.append((d, order))
         return result
 
-    def _keep_numbers(self, call: Call) -> None:
-        """A number that the code computes from a width (``y / y.shape[1]``) stays what it was."""
-        if call.node.graph is not self.trace.graph:
+    def _keep_numbers(self, call: Call, sizes: Container[Any]) -> None:
+        """A number that the code computes from a width (``y / y.shape[1]``) stays what it was, but
+        for ``sizes``, the arguments that have to change."""
+        node = call.node
+        if node.graph is not self.trace.graph:
             return
-        for position, argument in enumerate(call.node.args):
+        given = [((i, ""), n, call.args[i]) for i, n in enumerate(node.args) if i not in sizes]
+        given += [
+            ((len(node.args), key), n, call.kwargs[key])
+            for key, n in node.kwargs.items() if key not in sizes
+        ]  # fmt: skip
+        for place, argument, computed in given:
             old = argument.meta["spec"] if isinstance(argument, fx.Node) else None
-            if isinstance(old, (int, float)) and call.args[position] != old:
-                units = self.units_around(call.node)
-                computed = call.args[position]
-                self.blame(WrongSize(units, call.node, (position, ""), computed, old))
+            if isinstance(old, (int, float)) and computed != old:
+                self.blame(WrongSize(self.units_around(node), node, place, computed, old))
 
     def units_around(self, node: fx.Node) -> np.ndarray:
         """Units of a call's result and inputs, and of the tensors its sizes are computed from."""
@@ -233,12 +244,13 @@ class Replay(Orders):
 
     # -- meanings -------------------------------------------------------------------------------
 
-    def _visit(self, node: fx.Node) -> Any:
+    def _visit(self, node: fx.Node, *, again: bool = False) -> Any:
         """A plain call needs no rule here: what went in as it stood comes out as it stood."""
         spoken = self._relations.plain.get(node)
         inputs = node.all_input_nodes
         if (
-            spoken is None or node in self._straighten or not self._moved.isdisjoint(spoken)
+            spoken is None or again or node in self._straighten
+            or not self._moved.isdisjoint(spoken)
             or not self._disturbed.isdisjoint(inputs)
         ):  # fmt: skip
             value = super()._visit(node)

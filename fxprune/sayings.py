@@ -152,6 +152,10 @@ class Sayings(Algebra):
             laid = [a.masked_fill(b, 0.0) for a, b in zip(laid, blind, strict=True)]
         arrays = [a.expand(rows, *sizes) for a in laid]
         result = _called(function, arrays, dims, shape, together)
+        if bool((result[0].isnan() & ~unknown[0]).any()):
+            for axis in (axis for axes in touched for axis in axes):
+                self.freeze(axis, f"{call.name} makes NaN of masked ones (0 / 0, say)", call)
+            return None, False
         border = any(axis.border for axes in touched for axis in axes)
         if border:  # zeros around the constant stay zeros, or the slice is not one number
             inside = [not axes or not axes[0].border for axes in touched]

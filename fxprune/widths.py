@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, fx
 
@@ -58,6 +58,11 @@ class NewSizes:
             rows = some
         call = Call(self.replay, self.node, None, (), {})
         return None if bool(rows.all()) else Left(rows, axis.units, call)
+
+    def refuse(self, tensor: str, reason: str) -> NoReturn:
+        """The layer cannot have these sizes: what its ``tensor`` was to lose stays."""
+        call = Call(self.replay, self.node, None, (), {}, path=str(self.node.target))
+        raise Mismatch(self.replay.labels_of(call, tensor), reason, call)
 
 
 class Left:

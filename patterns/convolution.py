@@ -20,6 +20,10 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border):
     kernel = w_shape[2:]
     if isinstance(weight, Channels):  # computed in the forward, with an axis on every dimension
         weight = a.freeze_dims(weight, range(2, len(w_shape)), "they are a kernel's", call)
+        mixed = [axis for axis in weight.axes if len(axis.dims) > 1]  # they make and read at once
+        weight = a.freeze_dims(
+            weight, [d for axis in mixed for d in axis.dims], "its filters are cut across", call
+        )
         for axis in weight.touching([1 if transposed else 0]):
             a.makes(axis)
     channel = len(x.shape) - len(kernel) - 1

@@ -51,13 +51,20 @@ def linear_function(a, call):
 
 @register("addmm", kind="linear", bias=(0, "input"))
 def addmm(a, call):
-    """b + x W: aten's form of a linear layer."""
+    """β b + α x W: with β = α = 1, aten's form of a linear layer."""
     x, w = a.channels(call.arg(1, "mat1")), turned(a, call, call.arg(2, "mat2"))
     y = a.contract(call, x, w, [(1, 0)], [], {0: 0}, {1: 1}, (x.shape[0], w.shape[1]))
+    beta, alpha = weights_of_terms(call)
+    call.factor = alpha / beta if beta else 0.0
     b = call.arg(0, "input")
     if isinstance(b, Named) and b.spec.shape == w.shape[1:]:
-        return add_bias(a, call, y, b, 1)
-    return a.meet(call, [a.channels(b), y], lambda t: t[0] + t[1], y.shape)
+        b = along(call.tensor(b, {"shift": (0,)}), 1, y)
+    return a.meet(call, [a.channels(b), y], lambda t: beta * t[0] + alpha * t[1], y.shape)
+
+
+def weights_of_terms(call):
+    """(β, α) of β b + α x W."""
+    return call.kwargs.get("beta", 1), call.kwargs.get("alpha", 1)
 
 
 def turned(a, call, w):

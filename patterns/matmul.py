@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from string import ascii_letters
 
-from fxprune.patterns.linear import turned
+from fxprune.patterns.linear import turned, weights_of_terms
 
 from fxprune.channels import Channels, remap
 from fxprune.layout import broadcast_shape
@@ -51,9 +51,11 @@ def lift(x, rank):
 
 @register("baddbmm", "addbmm")
 def baddbmm(a, call):
-    """y[b] = c[b] + x[b] w[b]; addbmm sums over b."""
+    """y[b] = β c[b] + α x[b] w[b]; addbmm sums over b."""
     y = product(a, call, a.channels(call.inputs[1]), a.channels(call.inputs[2]))
-    return a.meet(call, [a.channels(call.inputs[0]), y], lambda t: t[0] + t[1], y.shape)
+    beta, alpha = weights_of_terms(call)
+    terms = [a.channels(call.inputs[0]), y]
+    return a.meet(call, terms, lambda t: beta * t[0] + alpha * t[1], y.shape)
 
 
 # The second is what transformers runs where PyTorch has no such kernel.

@@ -22,6 +22,8 @@ def sizes(m, new):
     }
     if m.proj_size:
         found["proj_size"] = new.views["weight_hr_l0"][0]
+        if found["proj_size"] >= found["hidden_size"]:
+            new.refuse("weight_ih_l0", "PyTorch takes projections to fewer channels only")
     return found
 
 

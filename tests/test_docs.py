@@ -120,7 +120,7 @@ def test_the_mask_that_one_moves_to_does_what_the_old_one_did(old, new):
 
 # Calls that take a reason, and variables that hold one.
 TAKE_REASONS = ("freeze", "freeze_all", "freeze_dims", "unknown", "CannotRewrite", "Mismatch",
-                "Unscored", "_unsaid")  # fmt: skip
+                "Unscored", "_unsaid", "refuse")  # fmt: skip
 
 
 def words(node: ast.expr) -> str:

@@ -127,6 +127,12 @@ FLAGS = {
         lambda s, x: s.b(parts(F.batch_norm(s.a(x), s.mean, s.mean + 1, training=False))),
         {"mean": torch.zeros(8, dtype=torch.float64)},
     ),
+    "the mode and a norm that nobody told": (
+        lambda s, x: s.b(
+            parts(F.batch_norm(F.dropout(s.a(x), 0.0, training=s.training), s.mean, s.mean + 1))
+        ),
+        {"mean": torch.zeros(8, dtype=torch.float64)},
+    ),
     "a word": (
         lambda s, x: s.b(parts(F.gelu(s.a(x), approximate="tanh" if s.training else "none"))),
         {},
@@ -147,15 +153,17 @@ def test_new_code_takes_of_the_mode_what_the_old_code_took(case, training):
         assert difference(masked, small, training=training) <= 1e-9
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("as_graph", [False, True])
-def test_a_graph_reads_the_mode_where_the_code_did_and_nowhere_else(as_graph):
+def test_a_graph_reads_the_mode_where_the_code_did_and_nowhere_else(as_graph, beside):
     class Frozen(nn.Module):
         def __init__(self):
             super().__init__()
             self.register_buffer("mean", torch.ones(8))
 
         def forward(self, y):
-            return F.batch_norm(y, self.mean, self.mean, training=False)
+            y = F.dropout(y, 0.0, self.training) if beside else y
+            return F.batch_norm(y, self.mean, self.mean)
 
     model = nn.Sequential(nn.Linear(6, 8), Frozen(), nn.Linear(8, 3)).double().eval()
     small = fxprune.prune(model, x(), as_graph=True) if as_graph else fxprune.trace(model, x())
