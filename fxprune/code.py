@@ -390,7 +390,7 @@ class _Body:
 
     def _corrected(self, argument: Any, computed: Any, needed: Any) -> Any:
         """A size argument with what comes out wrong written in, and the rest as the code has it."""
-        if same_sizes(computed, needed):
+        if same_sizes(computed, needed, argument):
             return argument
         if isinstance(needed, slice):
             parts = ("start", "stop", "step")

@@ -162,16 +162,16 @@ def shown(size: Any) -> str:
     return str(size) if isinstance(size, (int, float, type(None))) else "…"
 
 
-def same_sizes(computed: Any, needed: Any) -> bool:
-    """Whether what the code computes is what is needed; -1 is worked out by the op itself."""
+def same_sizes(computed: Any, needed: Any, written: Any) -> bool:
+    """Whether what the code computes is what is needed; -1, where that is what is ``written``, is
+    worked out by the op itself."""
     if isinstance(needed, (tuple, list)):
-        return (
-            isinstance(computed, (tuple, list))
-            and len(computed) == len(needed)
-            and all(map(same_sizes, computed, needed))
-        )
+        if not isinstance(computed, (tuple, list)) or len(computed) != len(needed):
+            return False
+        parts = written if isinstance(written, (tuple, list)) else [written] * len(needed)
+        return all(map(same_sizes, computed, needed, parts))
     if isinstance(needed, slice):
         return isinstance(computed, slice) and computed == needed
     if isinstance(needed, int) and isinstance(computed, int):
-        return computed in (needed, -1)
+        return computed == needed or computed == written == -1
     return isinstance(needed, (Channels, Named, Tensor)) or computed is needed or computed == needed

@@ -353,7 +353,7 @@ def sink_of(constants: Constants, read: Read, model: nn.Module):
     bias = constants.member(call, name)
     if bias is not None:
         return path, attribute, bias.name, 1.0
-    if attribute not in constants.modules[path]._parameters:
+    if attribute not in constants.modules[path]._parameters or not call.factor:
         return None
     return _absorbing_norm(constants, call) or (path, attribute, "", 1.0)
 

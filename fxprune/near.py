@@ -102,6 +102,8 @@ def codes_of_forward(cls: type) -> list[CodeType]:
     while waiting:
         name = waiting.pop()
         method = inspect.unwrap(getattr(cls, name, None))  # type: ignore[arg-type]
+        if method is getattr(nn.Module, name, None):  # or a tensor's, by the name of ``to``
+            continue
         if name not in found and inspect.isfunction(method):
             found[name] = method.__code__
             waiting += _called_in(method.__code__)

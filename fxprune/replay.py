@@ -176,13 +176,18 @@ class Replay(Orders):
         for (position, name), needed in found.items():
             given = position < len(call.args)
             computed = call.args[position] if given else call.kwargs.get(name)
-            if not same_sizes(computed, needed):
+            written = call.node.args[position] if given else call.node.kwargs.get(name)
+            if not same_sizes(computed, needed, written):
                 units = self.units_around(call.node)
                 self.blame(WrongSize(units, call.node, (position, name), computed, needed, instead))
-            if given:
-                call.args = (*call.args[:position], needed, *call.args[position + 1 :])
-            else:
-                call.kwargs = {**call.kwargs, name: needed}
+            self._give(call, (position, name), needed)
+
+    def _give(self, call: Call, place: tuple[int, str], value: Any) -> None:
+        position, name = place
+        if position < len(call.args):
+            call.args = (*call.args[:position], value, *call.args[position + 1 :])
+        else:
+            call.kwargs = {**call.kwargs, name: value}
 
     def positions_kept(
         self, node: fx.Node, old: Channels, new: Channels
@@ -218,9 +223,12 @@ class Replay(Orders):
             for key, n in node.kwargs.items() if key not in sizes
         ]  # fmt: skip
         for place, argument, computed in given:
-            old = argument.meta["spec"] if isinstance(argument, fx.Node) else None
-            if isinstance(old, (int, float)) and computed != old:
-                self.blame(WrongSize(self.units_around(node), node, place, computed, old))
+            if isinstance(argument, (fx.Node, tuple, list)):
+                old = fx.node.map_arg(argument, lambda n: n.meta["spec"])
+                if _is_number(old) and computed != old:
+                    units = self.units_around(node)
+                    self.blame(WrongSize(units, node, place, computed, old))
+                    self._give(call, place, old)
 
     def units_around(self, node: fx.Node) -> np.ndarray:
         """Units of a call's result and inputs, and of the tensors its sizes are computed from."""
@@ -462,6 +470,13 @@ class Replay(Orders):
         if not torch.equal(known, new):
             raise Mismatch(units, f"{index.name} indexes two different sets of channels", call)
         return new
+
+
+def _is_number(value: Any) -> bool:
+    """Or some of them."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_number, value))
+    return isinstance(value, (int, float))
 
 
 def _same(before: Any, after: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from torch import fx
@@ -55,13 +57,22 @@ def new_index(call, new):
     items = list(index) if isinstance(index, tuple) else [index]
     changed = False
     for place, dim, item in per_dim(x, call.recorded(1, "index")):
-        if dim is None or is_full(item) or (keep := new.keep(dim)) is None:
+        if dim is None or is_full(item):
             continue
-        if isinstance(item, slice) and item.step in (None, 1):
+        keep = new.keep(dim)
+        if keep is None:  # a number made of widths, or of an attribute, is another now
+            if not isinstance(item, (int, slice)) or is_data(item) or items[place] == item:
+                continue
+        elif isinstance(item, slice) and item.step in (None, 1):
             item = slice(place_of(item.start, keep), place_of(item.stop, keep), item.step)
             left = range(keep.before(len(keep)))
             if isinstance(items[place], slice) and left[items[place]] == left[item]:
                 continue  # however the code puts it
+        elif isinstance(item, slice):
+            item = stepped([keep.before(i) for i in range(len(keep))[item] if keep[i]])
+            every = list(range(keep.before(len(keep))))
+            if isinstance(items[place], slice) and every[items[place]] == at_of(item, every):
+                continue
         elif isinstance(item, int):
             item = keep.before(item % len(keep))
         elif isinstance(item, list) and all(isinstance(i, int) for i in item):
@@ -73,6 +84,19 @@ def new_index(call, new):
     if not changed:
         return {}
     return {(1, "index"): tuple(items) if isinstance(index, tuple) else items[0]}
+
+
+def stepped(positions):
+    """Positions as a slice, where they are evenly spaced."""
+    steps = {b - a for a, b in pairwise(positions)} or {1}
+    if len(steps) > 1:
+        return positions
+    first, last = (positions[0], positions[-1]) if positions else (0, -1)
+    return slice(first, last + 1, steps.pop())
+
+
+def at_of(item, every):
+    return every[item] if isinstance(item, slice) else item
 
 
 def is_mask(node):

@@ -52,7 +52,12 @@ def lift(x, rank):
 @register("baddbmm", "addbmm")
 def baddbmm(a, call):
     """y[b] = β c[b] + α x[b] w[b]; addbmm sums over b."""
-    y = product(a, call, a.channels(call.inputs[1]), a.channels(call.inputs[2]))
+    x, w = a.channels(call.inputs[1]), a.channels(call.inputs[2])
+    if call.word == "addbmm":
+        shape = x.shape[1], w.shape[2]
+        y = a.contract(call, x, w, [(0, 0), (2, 1)], [], {1: 0}, {2: 1}, shape)
+    else:
+        y = product(a, call, x, w)
     beta, alpha = weights_of_terms(call)
     terms = [a.channels(call.inputs[0]), y]
     return a.meet(call, terms, lambda t: beta * t[0] + alpha * t[1], y.shape)

@@ -46,6 +46,8 @@ def reads(m, name, args, kwargs):
 def multihead(a, call):
     """y = Wₒ · concat over heads of softmax(q kᵀ / √d) v; q, k, v = W x + b."""
     m = call.module
+    if m.in_proj_bias is None and m.out_proj.bias is None:
+        call.factor = 0.0  # PyTorch's fast path takes both biases or none
     inputs = [call.channels(i, name) for i, name in enumerate(("query", "key", "value"))]
     last = len(inputs[0].shape) - 1
     inputs = [a.freeze_dims(x, range(last), "attention runs along them", call) for x in inputs]

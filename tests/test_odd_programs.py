@@ -33,8 +33,10 @@ def parameter(*shape):
 
 @pytest.mark.parametrize("beta, alpha", [(0.5, 2.0), (0.0, 1.0), (1.0, -1.0)])
 def test_terms_of_addmm_have_weights(beta, alpha):
-    net = Net(lambda s, x: s.head(torch.addmm(s.c, s.a(x).sigmoid(), s.w, beta=beta, alpha=alpha)),
-              a=nn.Linear(5, 6), w=parameter(6, 8), c=parameter(8), head=nn.Linear(8, 3))  # fmt: skip
+    def forward(s, x):
+        return s.head(torch.addmm(s.c, s.a(x).sigmoid(), s.w, beta=beta, alpha=alpha))
+
+    net = Net(forward, a=nn.Linear(5, 6), w=parameter(6, 8), c=parameter(8), head=nn.Linear(8, 3))
     plan, small = check(net, rows())
     assert small.w.shape == (3, 4)
 
@@ -47,9 +49,57 @@ def test_terms_of_baddbmm_have_weights():
     check(net, steps())
 
 
-def test_an_attribute_that_counts_heads_and_positions_is_the_number_of_neither():
+@pytest.mark.parametrize("summed", [
+    lambda s, y: torch.addbmm(s.w, y, y.mT), lambda s, y: s.b(torch.addbmm(s.c, y, s.both)),
+], ids=["activations", "weight"])  # fmt: skip
+def test_addbmm_sums_over_the_batch(summed):
+    net = Net(lambda s, x: summed(s, s.a(x).relu()), a=nn.Linear(8, 8), w=parameter(6, 6),
+              both=parameter(2, 8, 4), c=parameter(6, 4), b=nn.Linear(4, 3))  # fmt: skip
+    check(net, steps())
+
+
+@pytest.mark.parametrize("start, step", [(0, 3), (0, 2), (1, 2), (2, 3)])
+@pytest.mark.parametrize("behind", [lambda s, y: y, lambda s, y: y.softmax(1)])
+def test_every_third_channel_is_the_one_that_it_was(start, step, behind):
+    net = Net(lambda s, x: behind(s, s.a(x)[:, start::step]), a=nn.Linear(5, 9))
+    check(net, rows(), shrinks=False)
+
+
+def test_a_size_that_comes_out_as_minus_one_is_no_question():
     def forward(s, x):
-        x = x.narrow(1, 0, s.n)
+        first, second = torch.split(s.a(x), [5, s.a(x).shape[1] - 5], 1)
+        return s.b(first) * second
+
+    check(Net(forward, a=nn.Linear(5, 8), b=nn.Linear(5, 3)), rows(), shrinks=False)
+
+
+def test_attention_without_biases_runs_on_the_fast_path():
+    net = Net(lambda s, x: s.b(s.m(s.a(x), s.a(x), s.a(x))[0]), a=nn.Linear(8, 12),
+              m=nn.MultiheadAttention(12, 4, bias=False, batch_first=True),
+              b=nn.Linear(12, 3))  # fmt: skip
+    plan, small = check(net, steps())
+    with torch.no_grad():
+        assert small.eval()(steps()).shape == (2, 6, 3)
+
+
+@pytest.mark.parametrize("cast", [
+    lambda y: y.to(y.dtype), lambda y: y.double(), lambda y: y.type(y.dtype), lambda y: y.cpu(),
+])  # fmt: skip
+def test_casts_of_tensors_are_no_casts_of_the_module(cast):
+    net = Net(lambda s, x: s.b(cast(s.a(x)).view(-1, 2, 4).flatten(1)), a=nn.Linear(5, 8),
+              b=nn.Linear(8, 3))  # fmt: skip
+    plan, small = check(net, rows())
+    assert plan.code
+
+
+@pytest.mark.parametrize("part", [
+    lambda s, x: x.narrow(1, 0, s.n), lambda s, x: x[:, : s.n], lambda s, x: x[:, s.n :],
+    lambda s, x: F.pad(x, (0, 0, 0, s.n)), lambda s, x: x.roll(s.n, 1),
+    lambda s, x: x.repeat_interleave(s.n, 1), lambda s, x: x * s.n,
+])  # fmt: skip
+def test_an_attribute_that_counts_heads_and_positions_is_set_for_neither(part):
+    def forward(s, x):
+        x = part(s, x)
         q, k, v = (f(x).view(*x.shape[:2], s.n, -1).transpose(1, 2) for f in (s.q, s.k, s.v))
         return s.o(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
