@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from .errors import ModelError
 from .holding import OWN, content, inside
+from .near import globals_read
 from .running import modules_of
 
 
@@ -24,7 +26,9 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     """A deep copy; ``memo`` holds what stands for a tensor, by the tensor's id."""
     memo = dict(memo or {})
     holders = _Holders(model)
+    weak: list[tuple[nn.Module, str, Any]] = []
     for module in modules_of(model).values():
+        holders.check_globals(module)
         for key, value in vars(module).items():
             # What a hook computes before each run (nn.utils.weight_norm) has a history, which
             # deepcopy refuses; it is computed anew.
@@ -33,12 +37,14 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
             # Most are hooks that nobody has set: deepcopy takes long to find that out.
             elif type(value) in (dict, OrderedDict, set) and not value:
                 memo.setdefault(id(value), type(value)())
-            elif key not in OWN:
-                holders.hold(value)
+            elif key not in OWN and holders.hold(value) and isinstance(value, weakref.ref):
+                weak.append((module, key, value()))
     made = {id(function): holders.anew(function) for function in holders.functions}
     try:
         copied = copy.deepcopy(model, memo := memo | made)
         holders.fill(memo)
+        for module, key, value in weak:
+            vars(memo[id(module)])[key] = weakref.ref(memo[id(value)])
         for module in modules_of(copied).values() if made else ():
             for name, value in vars(module).items():
                 if isinstance(value, types.MethodType) and id(value.__func__) in made:
@@ -76,6 +82,17 @@ class _Holders:
             if known and isinstance(value, types.FunctionType):
                 self.functions.append(value)
         return known
+
+    def check_globals(self, module: nn.Module) -> None:
+        """Raise where code of the module reads a part of the model by the name of a global, which
+        is the original's in every copy."""
+        for name, value in globals_read(module):
+            if self._answers.get(id(value)):
+                raise ModelError(
+                    f"code of {type(module).__name__} reads the global {name!r}, which is a part "
+                    "of the model: a copy would run the original's. Have it read an attribute of "
+                    "self, or pass inplace=True and verify=False"
+                )
 
     def anew(self, function: types.FunctionType) -> types.FunctionType:
         """The same function, with cells of its own for what it holds of the model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,8 @@ def inside(value: Any) -> list[Any]:
     if isinstance(value, types.FunctionType):
         cells = [held for cell in value.__closure__ or () for held in content(cell)]
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, weakref.ref):
+        return [value()]
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, functools.partial):

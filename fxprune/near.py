@@ -6,7 +6,7 @@ import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from types import CellType, CodeType
+from types import CellType, CodeType, FunctionType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -53,7 +53,8 @@ def near(
     """What there is of a module's class, its hooks and functions, and the objects it holds."""
     cls: Any = type(module)
     yield from of_class(cls)
-    for value in (*vars(module).values(), *module._forward_hooks.values()):
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    for value in (*vars(module).values(), *hooks):
         held: Any = type(value)
         if inspect.isroutine(value):
             yield from of_function(value, package_of(cls))
@@ -74,6 +75,41 @@ def _codes_of(cls: type) -> tuple[CodeType, ...]:
         for key, value in vars(base).items() if key != "__init__"
     ]  # fmt: skip
     return tuple(dict.fromkeys(c for value in methods for c in codes(value, package_of(cls))))
+
+
+def globals_read(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The globals that code near a module names, and what they are now."""
+    return near(module, _globals_of_class, _globals_of)
+
+
+def _globals_of_class(cls: type) -> Iterator[tuple[str, Any]]:
+    for function in _functions_of(cls):
+        yield from _globals_of(function)
+
+
+@functools.lru_cache(maxsize=512)
+def _functions_of(cls: type) -> tuple[FunctionType, ...]:
+    """Of a class of the user's own: PyTorch's name no models."""
+    return tuple(
+        value for base in cls.__mro__ if package_of(base) not in ("torch", "builtins")
+        for value in vars(base).values() if inspect.isfunction(value)
+    )  # fmt: skip
+
+
+def _globals_of(function: Any, package: str = "") -> Iterator[tuple[str, Any]]:
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if inspect.isfunction(function):
+        space = function.__globals__
+        yield from (
+            (name, space[name]) for name in _global_names(function.__code__) if name in space
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: CodeType) -> frozenset[str]:
+    """Names of attributes are no globals, though code has them in one list."""
+    steps = (s for c in codes(code, "") for s in dis.get_instructions(c))
+    return frozenset(step.argval for step in steps if step.opname == "LOAD_GLOBAL")
 
 
 def names_in(code: CodeType) -> set[str]:

@@ -32,6 +32,7 @@ from .probe import probe
 from .recording import ModuleCall, Trace, set_item
 from .registry import for_function, for_module, python_functions
 from .running import (
+    LOCK,
     bind_inputs,
     describe,
     evaluating,
@@ -48,8 +49,6 @@ _SIZE = torch.Tensor.size
 _READS_DATA = ("bool", "int", "float", "complex", "index", "item", "local_scalar_dense", "tolist",
                "numpy", "array", "dlpack", "equal", "allclose", "contains",
                "is_nonzero")  # fmt: skip
-# Recording swaps the code of modules' calls and of registered functions: one at a time.
-_LOCK = threading.RLock()
 
 
 def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
@@ -131,7 +130,7 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
     args, kwargs = bind_inputs(example_input)
     recorder = _Recorder(model)
     with (
-        _LOCK,
+        LOCK,
         uncollected(),
         evaluating(model, training=training),
         sizes.traced_attributes(model),

@@ -5,17 +5,24 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import random
+import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from . import tree
 from .errors import SettingError
+
+# Running a model sets and draws what is the process's: modes, seeds, the code of modules' calls.
+LOCK = threading.RLock()
 
 
 def dotted(path: str, name: str) -> str:
@@ -169,9 +176,10 @@ def uncollected() -> Iterator[None]:
 @contextlib.contextmanager
 def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     """Eval mode inside; or training mode, but for PyTorch's own layers: a norm might not run in it.
-    Afterwards all is as it was: flags, buffers, whatever the modules have set on themselves while
-    running, and the state of the random number generators. What a forward writes into parameters
-    stays written, for a copy of all of them would be needed; those that it sets are set back."""
+    Afterwards all is as it was: flags, buffers, whatever the modules have set on themselves or put
+    into their containers while running, and the state of the random number generators. What a
+    forward writes into parameters stays written, for a copy of all of them would be needed; those
+    that it sets are set back. One thread at a time: some of this is the process's."""
     modules = list(dict.fromkeys(modules_of(model).values()))
     spaces = [
         (space, dict(space))
@@ -179,19 +187,24 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
         # Parameters, buffers, children and hooks are in dictionaries of their own.
         for space in (vars(m), *(v for v in vars(m).values() if isinstance(v, dict)))
     ]
+    lists = [
+        (value, list(value)) for m in modules for value in vars(m).values()
+        if isinstance(value, (list, set, deque))
+    ]  # fmt: skip
     # Some models count calls or keep caches in their buffers, or attributes, even in eval mode.
     held: list[Any] = [b for m in modules for b in m._buffers.values() if b is not None]
     # Those with a history are computed anew before each run (nn.utils.weight_norm).
     own = (value for m in modules for value in vars(m).values())
     held += [t for t in own if isinstance(t, Tensor) and t.is_leaf]
     buffers = [
-        (b, b.data, _version(b), b.detach().clone()) for b in {id(t): t for t in held}.values()
+        (b, b.data, b.detach().clone(), None if b.is_inference() else b._version)
+        for b in {id(t): t for t in held}.values()
     ]
     parameters = [p for m in modules for p in m._parameters.values() if p is not None]
     memories = [(p, p.data) for p in parameters if p.layout == torch.strided]
     devices = {p.device.index for p in parameters if p.device.type == "cuda"}
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
+    with LOCK, _seeds(sorted(d for d in devices if d is not None)):
+        fast_path = torch.backends.mha.get_fastpath_enabled()
         for m in modules:
             parts = any(part is not None for part in m._modules.values())
             of_torch = type(m).__module__.startswith("torch.nn.") and not parts
@@ -204,22 +217,41 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
             for space, before in spaces:
                 if space or before:
                     _restore(space, before)
+            for value, items in lists:
+                if len(value) != len(items) or not all(map(is_, value, items)):
+                    value.clear()
+                    (value.update if isinstance(value, set) else value.extend)(items)
             for parameter, memory in memories:
                 if parameter.data_ptr() != memory.data_ptr() or parameter.shape != memory.shape:
                     parameter.data = memory
             with torch.no_grad():
-                # No version tells of writes in inference mode, or of those of norms that train.
-                untold = training or torch.is_inference_mode_enabled()
-                for buffer, memory, version, values in buffers:
-                    if buffer.layout == torch.strided and buffer.data_ptr() != memory.data_ptr():
-                        buffer.data = memory
-                    elif not untold and _version(buffer) == version:
-                        continue
-                    buffer.copy_(values)
+                for buffer, memory, values, version in buffers:
+                    if buffer.layout != torch.strided:
+                        same = version is not None and buffer._version == version
+                    else:  # no version tells of writes through ``.data``, or of norms that train
+                        if buffer.data_ptr() != memory.data_ptr():
+                            buffer.data = memory
+                        same = _alike(buffer, values)
+                    if not same:
+                        buffer.copy_(values)
 
 
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+@contextlib.contextmanager
+def _seeds(devices: Sequence[int]) -> Iterator[None]:
+    """Afterwards all generators of random numbers are where they were."""
+    python, numpys = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpys)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    if a.dtype.itemsize == 1 and a.is_floating_point():  # which cannot be compared
+        a, b = a.view(torch.uint8), b.view(torch.uint8)
+    return torch.equal(a, b)
 
 
 def _restore(space: dict[str, Any], before: dict[str, Any]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import types
+import weakref
 
 import pytest
 import torch
@@ -174,3 +176,62 @@ def test_the_weights_that_a_hook_computes_are_named_as_the_reason():
     with pytest.warns(fxprune.PruningWarning, match="nothing of Sequential can be pruned"):
         plan = fxprune.plan(net, X.float())
     assert dict(plan.skipped)["0"] == "a hook computes its weight"
+
+
+class Child(nn.Module):
+    def __init__(self, parent):
+        super().__init__()
+        self.parent = weakref.ref(parent)
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.out(x + self.parent().shared(x))
+
+
+class Parent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Sequential(nn.Linear(6, 32), nn.Sigmoid(), nn.Linear(32, 6))
+        self.child = Child(self)
+
+    def forward(self, x):
+        return self.child(x)
+
+    def made_again(self):
+        other = Parent().double().train(self.training)
+        other.load_state_dict(self.state_dict())
+        return other
+
+
+def test_a_weak_reference_to_the_parent_is_to_the_parents_copy():
+    model, x = awake(Parent()), torch.randn(2, 6, dtype=torch.float64)
+    plan, small = check(model, x)
+    assert small.child.parent() is small
+    expected = small(x)
+    del model
+    gc.collect()
+    assert torch.equal(small(x), expected)
+
+
+def test_what_code_reads_of_the_model_by_a_global_name_is_refused_and_not_copied(monkeypatch):
+    net = nn.Sequential(nn.Linear(6, 16), nn.Sigmoid(), nn.Linear(16, 3)).double()
+    monkeypatch.setitem(globals(), "GLOBAL_NET", net)
+    net.forward = lambda x: GLOBAL_NET[2](GLOBAL_NET[1](GLOBAL_NET[0](x)))  # noqa: F821
+    x = torch.randn(2, 6, dtype=torch.float64)
+    with pytest.raises(fxprune.ModelError, match="reads the global 'GLOBAL_NET'"):
+        fxprune.prune(net, x)
+    assert fxprune.prune(net, x, inplace=True, verify=False)[0].out_features == 8
+
+
+def test_an_attribute_is_no_global_of_the_same_name(monkeypatch):
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.GLOBAL_NET = nn.Sequential(nn.Linear(6, 16), nn.Sigmoid(), nn.Linear(16, 3))
+
+        def forward(self, x):
+            return self.GLOBAL_NET(x)
+
+    model = awake(Wrapped())
+    monkeypatch.setitem(globals(), "GLOBAL_NET", model.GLOBAL_NET)
+    check(model, torch.randn(2, 6, dtype=torch.float64))

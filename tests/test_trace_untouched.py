@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import random
+import threading
 import types
 import weakref
+from collections import deque
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -162,3 +167,47 @@ def test_a_parameter_that_a_forward_sets_is_set_back():
     before, memory = model.u.detach().clone(), model.u.data_ptr()
     fxprune.plan(model, x)
     assert torch.equal(model.u, before) and model.u.data_ptr() == memory
+
+
+class Untold(nn.Module):
+    """A network that changes what no version tells of."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+        self.mean, self.count = nn.Buffer(torch.zeros(16)), nn.Buffer(torch.zeros(()))
+        self.seen, self.last = [1], deque([2])
+
+    def forward(self, x):
+        self.norm.train()
+        h = F.batch_norm(self.a(x), self.mean, torch.ones(16), training=True)
+        self.count.data += 1
+        self.seen.append(len(x))
+        self.last.pop()
+        return self.b(self.norm(h) * random.random() * np.random.rand())
+
+
+@pytest.mark.parametrize("call", [fxprune.trace, fxprune.plan, fxprune.compact])
+def test_what_no_version_tells_of_is_put_back(call):
+    model, x = Untold(), torch.randn(4, 6)
+    before = copy.deepcopy(model.state_dict())
+    seeds = random.getstate(), np.random.get_state()[1].tolist()
+    call(model, x)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert model.seen == [1] and list(model.last) == [2]
+    assert seeds == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+def test_threads_that_prune_at_once_leave_the_process_as_it_was():
+    models = [nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 4)) for _ in range(4)]
+    x, state, small = torch.randn(2, 6), torch.get_rng_state(), []
+    work = [
+        threading.Thread(target=lambda m=m: small.append(fxprune.prune(m, x)[0].out_features))
+        for m in models
+    ]
+    for thread in work:
+        thread.start()
+    for thread in work:
+        thread.join()
+    assert small == [16] * 4 and torch.backends.mha.get_fastpath_enabled()
+    assert torch.equal(state, torch.get_rng_state())
