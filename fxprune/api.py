@@ -14,8 +14,10 @@ from .planning import plan
 from .proof import prove
 from .recorder import trace
 from .rewrite import apply_with_journal
+from .running import on_cpu
 
 
+@on_cpu()
 def prune(
     model: nn.Module,
     example_input: Any,

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from . import groups
 from .check import check_model
-from .errors import ProofError
+from .errors import ProofError, SettingError
 from .leftovers import made_plain
 from .pattern_types import Pattern
 from .planner import Planner
@@ -25,11 +25,12 @@ from .pruning_plan import PruningPlan
 from .recording import Trace
 from .relations import Relations
 from .rewrite import apply_with_journal
-from .running import outputs
+from .running import on_cpu, outputs
 from .select import Choice
 from .settings import Settings, checked
 
 
+@on_cpu()
 def compact(
     model: nn.Module,
     example_input: Any,
@@ -56,6 +57,8 @@ def compact(
         PruningError: and nothing has changed.
     """
     check_model(model, example_input)
+    if not isinstance(verify, bool):
+        raise SettingError(f"verify={verify!r} is neither True nor False")
     plain = made_plain(model)
     plan = plan_compact(plain, example_input, ignore=ignore, patterns=patterns)
     small, _ = apply_with_journal(plan, plain, inplace=False, folds=plan._folds)

@@ -157,7 +157,7 @@ class Discover(Sayings):
         axes = []
         for role, dims in roles.items():
             key = (value.name, view, dims)
-            if all(view[d] == 1 for d in dims):
+            if all(view[d] == 1 for d in dims) or any(view[d] == 0 for d in dims):
                 continue
             if key not in self._by_key:
                 axis = SourceAxis(value.name, shape, view, dims, role, self._next)

@@ -5,11 +5,13 @@ Every message says what happened, where, and what to do next.
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import sys
 import warnings
 
-_OWN = f"{pathlib.Path(__file__).parent}/"
+# Frames that are not the caller's: the package's, and those of what decorates its entry points.
+_OWN = (f"{pathlib.Path(__file__).parent}/", contextlib.__file__)
 
 
 class PruningError(Exception):

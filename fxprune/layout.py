@@ -54,9 +54,13 @@ def pad(x: Channels, rank: int) -> Channels:
     return replace(x, shape=x.shape + (1,) * (rank - len(x.shape)))
 
 
+_EMPTY = 2**31 - 1  # a prime in the place of 0, which would take in all sizes beside it
+
+
 def reshape_groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
     """Runs of old and new dimensions with equal numbers of elements, as short as they can be."""
     groups: list[tuple[list[int], list[int]]] = []
+    old, new = (tuple(n or _EMPTY for n in shape) for shape in (old, new))
     i = j = 0
     while i < len(old) or j < len(new):
         left, right = [i] if i < len(old) else [], [j] if j < len(new) else []

@@ -9,14 +9,16 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .channels import SourceAxis
+from .check import check_bare
 from .copying import copy_model
 from .errors import PlanError
 from .fixed import fixed_tensors
 from .fold import Folds, Shift, mixed
 from .mask import bake, beneath, masked_names, own_class, parametrizations, put_on
-from .running import modules_of, read_attribute
+from .running import modules_of, on_cpu, read_attribute
 
 
+@on_cpu()
 def mask(plan: Any, model: nn.Module) -> nn.Module:
     """See :meth:`fxprune.plan.PruningPlan.mask`."""
     check_fits(plan, model)
@@ -31,6 +33,7 @@ def has_predictions(plan: Any, model: nn.Module) -> bool:
     return plan._calibration != "" and vars(model).get(FOLDED) == plan._calibration
 
 
+@on_cpu()
 def masked(plan: Any, model: nn.Module, folds: Folds) -> nn.Module:
     """A copy of ``model`` with a plan's masks, and constants as ``folds`` say."""
     masked = copy_model(model)
@@ -130,9 +133,10 @@ def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 def check_fits(plan: Any, model: nn.Module) -> None:
     """Raise unless ``model`` has the tensors the plan speaks of, in the same shapes."""
     if not isinstance(model, nn.Module):
-        raise PlanError(f"{model!r} is not a torch.nn.Module")
+        raise PlanError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     if any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
         raise PlanError("the model is on the meta device and has no values; load weights first")
+    check_bare(model)
     on_model = plan._trace.on(model)
     for axis in plan._relations.sources:
         if axis.name in plan._trace.constants:

@@ -264,7 +264,7 @@ def apply(
 
 def _module(module: Any) -> nn.Module:
     if not isinstance(module, nn.Module):
-        raise SettingError(f"{module!r} is not a torch.nn.Module")
+        raise SettingError(f"module is a {type(module).__name__}, not a torch.nn.Module")
     return module
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from . import fusions
 from .budgets.budget import Budget
 from .budgets.target import Target
-from .calibration.batches import Batches
+from .calibration.batches import Batches, check_limit
 from .calibration.calibrate import calibrate, check_mode
 from .calibration.reconstruction import Reconstruction
 from .check import check_model
@@ -22,13 +22,14 @@ from .pattern_types import Pattern
 from .planner import Planner
 from .pruning_plan import PruningPlan
 from .recorder import record, record_training
-from .registry import every, scope
-from .running import uncollected
+from .registry import as_patterns, every, scope
+from .running import on_cpu, uncollected
 from .sayings import Telling
 from .settings import Settings, check_names, checked, for_model
 from .trained import in_training_alone
 
 
+@on_cpu()
 def plan(
     model: nn.Module,
     example_input: Any,
@@ -120,12 +121,13 @@ def plan(
             outputs=outputs,
         )
     )
+    check_mode(calibration_mode)
+    check_limit(calibration_batches, "calibration_batches")
     if calibration is None:
         if importance == "reconstruction":
             raise SettingError("importance='reconstruction' needs inputs: pass calibration=")
         return _told(make_plan(model, example_input, settings, patterns, Planner))
     batches = Batches(calibration, model, example_input, calibration_batches)
-    check_mode(calibration_mode)
     made = make_plan(model, example_input, settings, patterns, Planner, batches)
     calibrate(made, model, batches, mode=calibration_mode)
     return _told(made)
@@ -161,8 +163,7 @@ def make_plan(
     settings = for_model(settings, model)
 
     trained = cache(partial(record_training, model, example_input, settings.outputs))
-    patterns = (patterns,) if isinstance(patterns, Pattern) else patterns or ()
-    with scope(*patterns, override=True), uncollected(), _naming_patterns():
+    with scope(*as_patterns(patterns), override=True), uncollected(), _naming_patterns():
         trace = record(model, example_input, settings.outputs)
         found = fusions.find(trace)  # before the first walk: they give nodes another meaning
         drawn = settings.bias == "expected" and trace.calls_any("norm")

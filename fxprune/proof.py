@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .errors import ProofError, warn
 from .probe import SOURCE
 from .reference import reference
-from .running import outputs
+from .running import on_cpu, outputs
 from .settled import LEVELS, Settled
 
 # Relative to the largest value of an output; rounding differs with the order of sums.
@@ -49,6 +49,7 @@ def tolerance(model: nn.Module) -> float:
     return max((TOLERANCE.get(kind, 1e-9) for kind in kinds), default=1e-9)
 
 
+@on_cpu()
 def prove(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> float:
     """Compare the masked model with the pruned one on the example input.
 
@@ -88,6 +89,11 @@ def _compared(plan: Any, model: nn.Module, small: nn.Module, example_input: Any)
         raise ProofError(
             f"{type(model).__name__} returns no tensor that could be compared. Return one, or pass "
             "verify=False to go without a proof."
+        )
+    if not any(bool(t.isfinite().any()) for t in expected):
+        raise ProofError(
+            f"{type(model).__name__} returns no finite number on the example input: nothing can be "
+            "compared. Pass an input on which it does, or verify=False to go without a proof."
         )
     try:
         found = outputs(small, example_input, plan.settings.outputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -25,12 +25,13 @@ from .planning import plan
 from .proof import prove
 from .pruning_plan import PruningPlan
 from .rewrite import Journal, apply_with_journal, make_parameter, undoing
-from .running import count_parameters, read_attribute
+from .running import count_parameters, on_cpu, read_attribute
 from .saving import chosen
 from .saving.indices import Malformed
 from .saving.restoring import restore
 from .schedules import shares
 from .scope import MOST
+from .settings import Settings, checked
 
 _SETTINGS = [*inspect.signature(plan).parameters][2:]
 
@@ -94,6 +95,7 @@ class Pruner:
         PruningError: a setting, the model, the input or an optimizer cannot be used.
     """
 
+    @on_cpu()
     def __init__(
         self,
         model: nn.Module,
@@ -116,7 +118,9 @@ class Pruner:
         self.settings = settings
         self.steps, self._last, self._share = shares(schedule, steps, settings)
         self.optimizers = check_optimizers(optimizer, model)
-        several = [also] if isinstance(also, nn.Module) else also or ()
+        several = [also] if isinstance(also, nn.Module) else [] if also is None else also
+        if not isinstance(several, Iterable):
+            raise SettingError(f"also={also!r} is no module, nor several")
         self.also = [_unwrapped(other, model) for other in several]
         self.kept: dict[str, dict[int, Tensor]] = {}
         self.history: list[PrunerStep] = []
@@ -143,6 +147,7 @@ class Pruner:
         """The share of the units of all groups that can lose any which are gone."""
         return self._widths.sparsity
 
+    @on_cpu()
     def step(self) -> float:
         """Prune to the next sparsity of the schedule; to be called after a step of the optimizer.
 
@@ -258,6 +263,7 @@ class Pruner:
         history = [asdict(step) for step in self.history]
         return {"choices": list(self._choices), "history": history, "kept": kept}
 
+    @on_cpu()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the model, which is as it was before the first step, as small as the saved one was,
         in place, with the optimizers and averages. Its weights are then those that it had; load the
@@ -270,11 +276,17 @@ class Pruner:
             raise SettingError("load into a new Pruner, of the model before the first step")
         if not isinstance(state, dict) or state.keys() != {"choices", "history", "kept"}:
             raise PlanError("this is no state of Pruner.state_dict()")
+        try:
+            history = [PrunerStep(**step) for step in state["history"]]
+            choices = list(state["choices"])
+            dict(state["kept"])
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"this is no state of Pruner.state_dict(): {error}") from error
         kept: dict[str, dict[int, Tensor]] = {}
         widths = self._widths
         try:
             with torch.inference_mode(False), undoing() as journal:
-                for choice in state["choices"]:
+                for choice in choices:
                     if choice is None:
                         continue
                     made = self._restored(choice)
@@ -290,8 +302,7 @@ class Pruner:
                 "Build the model as it was before anything was pruned, and give the same settings"
             ) from error
         self.kept, self._widths = kept, widths
-        self.history = [PrunerStep(**step) for step in state["history"]]
-        self._choices = list(state["choices"])
+        self.history, self._choices = history, choices
 
     def _restored(self, choice: Any) -> PruningPlan:
         """A plan that was made before, for the model as it is now, whose weights do not matter."""
@@ -328,6 +339,13 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_SETTINGS)}"
             raise SettingError(f"{name} is no setting of a plan; {hint}")
     resolve(settings.get("importance", "l2"))
+    given = {f.name: settings[f.name] for f in fields(Settings) if f.name in settings}
+    checked(Settings(**given))
+    if isinstance(settings.get("calibration"), Iterator):
+        raise SettingError(
+            "calibration is an iterator, and every step goes through it: pass a list, or a "
+            "DataLoader"
+        )
     return {
         name: tuple(value) if isinstance(value, Iterator) and name != "calibration" else value
         for name, value in settings.items() if value is not None

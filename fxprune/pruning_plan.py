@@ -19,6 +19,7 @@ from .channels import SourceAxis
 from .code import Borrowed, Code
 from .constants import Constants
 from .dependency import dependency_graph
+from .errors import SettingError
 from .fold import Folds, Mix, folds
 from .fusions import Fusion
 from .kept import members
@@ -26,6 +27,7 @@ from .pattern_types import Pattern
 from .recording import Trace
 from .relations import Relations
 from .replay import Replay
+from .running import on_cpu
 from .sayings import Telling
 from .settings import Settings
 
@@ -153,6 +155,8 @@ class PruningPlan:
         Raises:
             PlanError: the plan does not fit the model.
         """
+        if not isinstance(inplace, bool):
+            raise SettingError(f"inplace={inplace!r} is neither True nor False")
         return rewrite.apply(self, model, inplace=inplace)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -196,6 +200,7 @@ class PruningPlan:
 
         return plan_file.load(path, model, example_input=example_input, patterns=patterns)
 
+    @on_cpu()
     def penalty(self, model: nn.Module, *, grow: float = 0.0) -> Tensor:
         """The sum of the norms of all units that may go: a group lasso, to be added to a loss.
 
@@ -275,6 +280,7 @@ class PruningPlan:
             attention=self.settings.attention,
         )  # fmt: skip
 
+    @on_cpu()
     def folds(self, model: nn.Module, *, skip: Container[str] = (), mixes: bool = True) -> Folds:
         """Where the constants of ``model``'s removed channels go.
 

@@ -12,7 +12,7 @@ import importlib
 import importlib.metadata
 import pkgutil
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -120,6 +120,15 @@ def unregister(*targets: Any) -> None:
     load()
     for target in [t for given in targets for t in getattr(given, "targets", (given,))]:
         _global.remove(target)
+
+
+def as_patterns(given: Any) -> tuple[Any, ...]:
+    """The setting ``patterns`` of a call: one, or several."""
+    if isinstance(given, Pattern):
+        return (given,)
+    if given is not None and not isinstance(given, Iterable):
+        raise PatternError(f"patterns={given!r} is no Pattern, nor several")
+    return tuple(given or ())
 
 
 @contextlib.contextmanager

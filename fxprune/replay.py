@@ -385,6 +385,7 @@ class Replay(Orders):
             return  # its pattern has not spoken of its tensors: they stay whole
         first = call.inputs[0] if call.inputs else None
         shape = first.shape if isinstance(first, Channels) else ()
+        shape = self.tensor_shape(first) if isinstance(first, Named) else shape
         found = pattern.attributes(call.module, NewSizes(self, call.node, views, shape))
         forward = found.pop("forward", None)
         if forward is not None and type(call.module).forward is not forward:

@@ -18,7 +18,7 @@ from .fold import Carry, Folds, mixed
 from .kept import shrink
 from .mask import bake, is_masked, parametrizations
 from .masking import FOLDED, check_fits, has_predictions, keep_masks
-from .running import dotted, modules_of, read_attribute, uncollected
+from .running import dotted, modules_of, on_cpu, read_attribute, uncollected
 from .saving.history import STEPS, note
 
 
@@ -115,6 +115,7 @@ def apply(plan: Any, model: nn.Module, *, inplace: bool = False) -> nn.Module:
     return small
 
 
+@on_cpu()
 def apply_with_journal(
     plan: Any,
     model: nn.Module,

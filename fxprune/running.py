@@ -9,6 +9,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import is_dataclass
 from operator import is_
 from typing import Any
@@ -173,6 +174,25 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+_users_device: ContextVar[torch.device | None] = ContextVar("users_device", default=None)
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Labels and constants are on the CPU, whatever ``torch.set_default_device`` says; what the
+    model makes as it runs is where it says."""
+    device = torch.get_default_device()
+    if device.type == "cpu":
+        yield
+        return
+    token = _users_device.set(device)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        _users_device.reset(token)
+
+
 @contextlib.contextmanager
 def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     """Eval mode inside; or training mode, but for PyTorch's own layers: a norm might not run in it.
@@ -203,7 +223,8 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     parameters = [p for m in modules for p in m._parameters.values() if p is not None]
     memories = [(p, p.data) for p in parameters if p.layout == torch.strided]
     devices = {p.device.index for p in parameters if p.device.type == "cuda"}
-    with LOCK, _seeds(sorted(d for d in devices if d is not None)):
+    device = _users_device.get() or contextlib.nullcontext()
+    with LOCK, _seeds(sorted(d for d in devices if d is not None)), device:
         fast_path = torch.backends.mha.get_fastpath_enabled()
         for m in modules:
             parts = any(part is not None for part in m._modules.values())

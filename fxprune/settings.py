@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from . import importance
 from .budgets.rounding import preferred
@@ -133,7 +133,8 @@ def check_names(model: nn.Module, settings: Settings) -> None:
     for setting, wanted in keys.items():
         for key in wanted:
             if not isinstance(key, (str, type, nn.Module)):
-                raise SettingError(f"{setting}: {key!r} is not a name, a glob, a type or a module")
+                given = "a tensor" if isinstance(key, Tensor) else repr(key)
+                raise SettingError(f"{setting}: {given} is not a name, a glob, a type or a module")
             if not any(matches(key, path, m) for path, m in modules.items()):
                 near = get_close_matches(key, list(modules), 3) if isinstance(key, str) else []
                 hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""

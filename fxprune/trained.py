@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from torch import fx
 
 from .discover import Stays, discover
 from .flags import may_read_mode
@@ -51,9 +52,21 @@ def in_training_alone(
     return found
 
 
+def _live(trace: Trace) -> set[fx.Node]:
+    """The calls that the model's outputs depend on."""
+    waiting = [node for node in trace.graph.nodes if node.op == "output"]
+    live: set[fx.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node not in live:
+            live.add(node)
+            waiting += node.all_input_nodes
+    return live
+
+
 def _unused(trace: Trace) -> set[str]:
-    """Tensors that the run has done without."""
-    nodes = trace.graph.nodes
+    """Tensors that the run has done without, or made nothing of that the model returns."""
+    nodes = _live(trace)
     read = {node.target for node in nodes if node.op == "get_attr"}
     leaves = [trace.modules[str(node.target)] for node in nodes if node.op == "call_module"]
     parts = [part for leaf in leaves for part in (leaf.modules() if leaf._modules else (leaf,))]

@@ -67,5 +67,11 @@ def legacy_new(a, call):
 
 @register("new_tensor", "arange", "tensor", "as_tensor", "linspace", "eye")
 def fresh(a, call):
-    """A tensor of its own: only the type and device of x matter."""
+    """A tensor of its own, of which only the type and device of x matter; or of the values of
+    another tensor."""
+    values = [a.channels(v) for v in call.inputs[call.word == "new_tensor" :]]
+    if len(values) == 1 and len(values[0].shape) == len(call.node.meta["spec"].shape):
+        return values[0] if call.is_floating() else a.forget(values[0])
+    for x in values:
+        a.freeze_all(x, f"it goes into {call.name}, which copies them", call)
     return a.rigid_result(call)

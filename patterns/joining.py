@@ -15,7 +15,9 @@ def cat(a, call):
     parts = [a.channels(v) for v in call.arg(0, "tensors")]
     parts = [p for p in parts if p.shape != (0,)] or parts[:1]  # which go with any shape
     dim = call.arg(1, "dim", call.kwargs.get("axis", 0)) % len(parts[0].shape)
-    parts = [p for p in parts if p.shape[dim]] or parts[:1]  # an empty one adds nothing
+    # Of an empty one other dimensions are minded, where no axis lies over these and the joined one.
+    across = {d for p in parts for axis in p.touching([dim]) for d in axis.dims}
+    parts = [p for p in parts if p.shape[dim] or (p.axes and not p.touching(across))] or parts[:1]
     shape = list(parts[0].shape)
     shape[dim] = sum(p.shape[dim] for p in parts)
     # Everything but the joined dimension meets as under broadcasting.
@@ -28,6 +30,7 @@ def cat(a, call):
     ]
     met = a.meet(call, others, None, broadcast_shape([o.shape for o in others]))
     axes = list(met.axes)
+    parts = [p for p in parts if p.shape[dim]] or parts[:1]
     if any(p.axis(dim) for p in parts):
         axis = end_to_end(a, call, parts, dim)
         if axis is not None:

@@ -119,7 +119,7 @@ class Budget:
         elif reached.asked < reached.least:
             why = "no more channels can go (plan.skipped says why)"
         else:
-            why = "no choice of widths comes nearer"
+            why = "no widths were found that come nearer"
         warn(
             f"the target of {asked} {reached.measure} is not reached: {why}. The plan leaves "
             f"{got}; within reach is {least} to {most}"

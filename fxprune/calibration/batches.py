@@ -15,6 +15,11 @@ from ..running import describe, device_of
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
+def check_limit(limit: Any, name: str) -> None:
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise SettingError(f"{name}={limit!r} is no positive integer")
+
+
 class Batches:
     """A user's batches, without labels and on the model's device; they can be gone through twice.
 
@@ -38,8 +43,7 @@ class Batches:
                 f"{names[0]}={type(given).__name__} is no iterable of batches; pass a DataLoader, "
                 f"or a list of inputs: {names[0]}=[inputs]"
             )
-        if limit is not None and (type(limit) is not int or limit < 1):
-            raise SettingError(f"{names[1]}={limit!r} is no positive integer")
+        check_limit(limit, names[1])
         # What can be gone through once only is kept; a data loader is asked again.
         self._given = list(itertools.islice(given, limit)) if isinstance(given, Iterator) else given
         self._limit, self._example = limit, example_input

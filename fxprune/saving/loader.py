@@ -22,7 +22,7 @@ from ..fold import Folds
 from ..mask import is_masked, parametrizations, put_on
 from ..pattern_types import Pattern
 from ..rewrite import Journal, apply_with_journal
-from ..running import read_attribute, shape_of, tensors_of
+from ..running import on_cpu, read_attribute, shape_of, tensors_of
 from . import container
 from .chosen import Chosen, main_dtype
 from .container import Container
@@ -34,6 +34,7 @@ from .restoring import restore
 from .saver import MASK, full
 
 
+@on_cpu()
 def load(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -72,10 +73,9 @@ def load(
             f"this {type(model).__name__} is pruned or masked already; load takes the original, "
             "freshly built"
         )
-    patterns = (patterns,) if isinstance(patterns, Pattern) else patterns or ()
     with (
         container.speaking_of(path),
-        registry.scope(*patterns, override=True),
+        registry.scope(*registry.as_patterns(patterns), override=True),
         container.reading(path, len(places(model))) as file,
     ):
         Loading(model, file, described(file)).run(example_input)

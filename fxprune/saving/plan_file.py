@@ -20,6 +20,7 @@ from ..budgets.target import MEASURES, Reached
 from ..errors import ModelError, PlanError
 from ..pattern_types import Pattern
 from ..pruning_plan import PruningPlan
+from ..running import on_cpu
 from . import chosen, container
 from .history import Step, expect, first_difference, kept_of
 from .indices import Malformed
@@ -52,6 +53,7 @@ def save(plan: PruningPlan, path: str | os.PathLike[str]) -> None:
         beside.write_text(json.dumps({**about, "sha256": _sum(about)}) + "\n")
 
 
+@on_cpu()
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,

@@ -17,7 +17,7 @@ from ..check import check_bare
 from ..errors import ModelError
 from ..mask import mask_of, masked_names
 from ..rewrite import memory_format
-from ..running import dotted, shape_of
+from ..running import dotted, on_cpu, shape_of
 from . import container
 from .history import Step, histories, steps
 from .places import Place, computed_names, names_of, places
@@ -26,6 +26,7 @@ SCHEMA = 1
 MASK = ":mask"  # after a tensor's name: where it is not masked
 
 
+@on_cpu()
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a pruned model into one file, from which :func:`fxprune.load` makes it again.
 
@@ -124,6 +125,17 @@ def _check_unchanged(model: nn.Module, found: Iterable[str], history: list[Step]
                 f"{name} is computed by a hook, from tensors that the original does not have: take "
                 "it off first (torch.nn.utils.prune.remove, or masks.from_torch_prune)"
             )
+    for step in history:
+        for name, before, *_ in (step.run or {}).get("axes", ()):  # which load plans with again
+            name = full(step, name)
+            shape = shape_of(model, name) or ()
+            for dim, width in enumerate(before):
+                if (name, dim) not in widths and shape[dim : dim + 1] != (width,):
+                    raise ModelError(
+                        f"{name} has shape {shape} now, and was {width} wide in dimension {dim} "
+                        "when a forward was written for it: this model has changed since. Put the "
+                        "change into what builds it, and prune that"
+                    )
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ModelError(
