@@ -151,9 +151,15 @@ class Algebra(Meanings):
     def channels(self, value: Any) -> Channels:
         """A value as Channels; a parameter used bare gets an axis on each dimension."""
         if isinstance(value, Named):
-            shape = value.spec.shape
-            return self.source(value, {f"bare{d}": (d,) for d in range(len(shape))}, None)
+            together = self.trace.together.get(value.name)
+            return self._by_itself(value, [together] if together else [])
         return value
+
+    def _by_itself(self, value: Named, together: Sequence[tuple[int, ...]]) -> Channels:
+        """A parameter used bare, with an axis on each dimension, or over several ``together``."""
+        alone = set(range(len(value.spec.shape))) - {d for dims in together for d in dims}
+        axes = sorted([*together, *((d,) for d in alone)])
+        return self.source(value, {f"bare{dims[0]}": dims for dims in axes}, None)
 
     def member(self, call: Call, name: str) -> Named | None:
         """A parameter or buffer of the call's leaf module, or None where it has none."""
@@ -215,6 +221,8 @@ class Algebra(Meanings):
     def _bare(self, value: Named, others: Sequence[Channels]) -> Channels:
         """A parameter used bare: an axis on each dimension, but one over those that an axis of what
         it meets lies on together (a vector for every head)."""
+        if value.name in self.trace.together:
+            return self.channels(value)
         shape = value.spec.shape
         by = max([len(x.shape) for x in others], default=len(shape)) - len(shape)
         together: list[tuple[int, ...]] = []
@@ -224,9 +232,7 @@ class Algebra(Meanings):
                 inside = all(d >= 0 and shape[d] > 1 for d in dims)
                 if len(dims) > 1 and inside and not any(set(dims) & set(t) for t in together):
                     together.append(dims)
-        alone = set(range(len(shape))) - {d for dims in together for d in dims}
-        axes = sorted([*together, *((d,) for d in alone)])
-        return self.source(value, {f"bare{dims[0]}": dims for dims in axes}, None)
+        return self._by_itself(value, together)
 
     def meet(
         self,
@@ -256,6 +262,8 @@ class Algebra(Meanings):
         laid, wide, followers = [], [], []
         touched = [x.touching(dims) for x in operands]
         for axes in touched:
+            if len(axes) > 1:
+                self.apart(axes, len(dims))
             for axis in axes:
                 if axis.dims == dims and axis.units.shape == sizes:
                     laid.append(axis)
@@ -279,7 +287,10 @@ class Algebra(Meanings):
             if not axes:
                 long = [d for d in dims if shape[d] > 1]
                 stiff = [d for d in long if x.shape[d] > 1]
-                if long and stiff == long:
+                stays = bool(long) and stiff == long
+                if len(dims) > 1:  # of which one may be left as the only one along a dimension
+                    stays = self.decide(call, partial(bool, stays))
+                if stays:
                     self.freeze(first, f"it meets a tensor of fixed width in {call.name}", call)
                     return None
                 elif stiff:

@@ -7,6 +7,7 @@ What each slice says when it is dead is followed beside (:mod:`fxprune.sayings`)
 
 from __future__ import annotations
 
+import bisect
 import copy
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,6 +70,9 @@ def discover(
     while True:
         walk = Discover(trace, attention=attention, rigid=rigid, telling=telling)
         walk.run()
+        if walk.better_together.keys() - trace.together.keys():
+            trace.together = {**walk.better_together, **trace.together}
+            continue
         relations = walk.relations()
         kept = stays(relations) if stays is not None else ()
         for each in kept:
@@ -109,6 +113,8 @@ class Discover(Sayings):
         self._rectangles: dict[int, Rectangle] = {}
         self._alive: list[torch.Tensor] = []
         self._spread: list[np.ndarray] = []
+        # Parameters whose axes have met one over as many dimensions: which of theirs.
+        self.better_together: dict[str, tuple[int, ...]] = {}
         self.frozen: list[Note] = []
         self.counted: list[Note] = []
         self.arrivals: dict[int, torch.Tensor] = {}
@@ -299,6 +305,26 @@ class Discover(Sayings):
             self.join(Axis(blank.dims, axis.units[index]), blank, call)
             if len(at) == 1 < len(axis.dims):
                 self.followers.append(Follower(blank.units, axis.units, at[0]))
+
+    def apart(self, axes: Sequence[Axis], rank: int) -> None:
+        if len(axes) != rank:
+            return
+        found = [self.sources[i] for i in self._sources_of(axes) if i >= 0]
+        names = {source.name for source in found}
+        bare = all(s.role.startswith("bare") and len(s.dims) == 1 for s in found)
+        if len(found) == rank and len(names) == 1 and bare:
+            self.better_together[names.pop()] = tuple(sorted(s.dims[0] for s in found))
+
+    def _sources_of(self, axes: Iterable[Axis]) -> list[int]:
+        """The parameter axis, by its number, that all labels of an axis are of; -1 for others."""
+        starts = [source.first for source in self.sources]
+        numbers = []
+        for axis in axes:
+            labels = axis.units
+            i = bisect.bisect_right(starts, int(labels.min())) - 1 if labels.numel() else -1
+            inside = i >= 0 and int(labels.max()) < starts[i] + self.sources[i].size
+            numbers.append(i if inside else -1)
+        return numbers
 
     def spread(self, axis: Axis) -> None:
         self._spread.append(axis.units.reshape(-1).numpy())

@@ -90,6 +90,9 @@ class Meanings:
     def spread(self, axis: Axis) -> None:
         """The axis meets one over more dimensions: each slice of it meets many."""
 
+    def apart(self, axes: Sequence[Axis], rank: int) -> None:
+        """Axes of one tensor that meet one over ``rank`` dimensions."""
+
     def rectangle(self, axis: Axis, call: Call) -> None:
         """What is kept of an axis over several dimensions has to be a rectangle."""
 

@@ -50,6 +50,8 @@ class Trace:
     kept_whole: list[tuple[fx.Node, str, str]]  # (tensor, why nothing of it can go, where)
     # Tensors of leaf modules as values of the algebra, as far as they have been asked for.
     members: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)
+    # Dimensions of a tensor, by its name, that one axis lies over where code uses it by itself.
+    together: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     _tensor_names: dict[str, list[str]] = field(default_factory=dict, repr=False)
     _hooked: dict[str, str] = field(default_factory=dict, repr=False)
 
