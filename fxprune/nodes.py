@@ -6,6 +6,7 @@ they were computed by; what no recorded call has made is a tensor of the model o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import operator
@@ -28,7 +29,12 @@ from .running import named_tensors, read_attribute
 from .spec import BASIC, spec
 
 # Nothing in a frame of these folders is the user's own code.
-_LIBRARY = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/", "<")
+_LIBRARY = (
+    f"{Path(torch.__file__).parent}/",
+    f"{Path(__file__).parent}/",
+    contextlib.__file__,
+    "<",
+)
 
 
 class Nodes:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from .errors import ProofError, warn
 from .probe import SOURCE
 from .reference import reference
 from .running import on_cpu, outputs
 from .settled import LEVELS, Settled
+from .spec import Spec
 
 # Relative to the largest value of an output; rounding differs with the order of sums.
 TOLERANCE = {
@@ -41,9 +43,14 @@ def largest_error(expected: list[Tensor], found: list[Tensor]) -> float:
     return worst
 
 
-def tolerance(model: nn.Module) -> float:
+def tolerance(model: nn.Module, run: Iterable[fx.Node] = ()) -> float:
+    """Of the coarsest type of numbers in the model; of single precision where a ``run`` of one in
+    double precision goes by way of it."""
     parameters = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
     kinds = [p.dtype.to_real() for p in parameters]
+    specs = (node.meta.get("spec") for node in run)
+    if any(isinstance(s, Spec) and s.dtype in (torch.float32, torch.complex64) for s in specs):
+        kinds.append(torch.float32)
     devices = {p.device.type for p in parameters}
     kinds += [torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)]
     return max((TOLERANCE.get(kind, 1e-9) for kind in kinds), default=1e-9)
@@ -60,7 +67,8 @@ def prove(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> 
         ProofError: they differ by more than rounding, or the pruned model does not run. Models that
             draw random numbers for each channel are compared with these settled.
     """
-    error, allowed = _compared(plan, model, small, example_input), tolerance(model)
+    allowed = tolerance(model, plan._trace.graph.nodes)
+    error = _compared(plan, model, small, example_input)
     if error <= allowed:
         return error
     drawn, settled = False, 0.0

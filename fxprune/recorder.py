@@ -165,6 +165,14 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
     )
 
 
+class _HooksAct(Exception):
+    """Hooks of a layer change what goes in or comes out."""
+
+
+def _called(original: Callable, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return original(m, *args, **kwargs)
+
+
 class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -223,13 +231,11 @@ class _Recorder(TorchFunctionMode):
             return value
         leaf = self.is_leaf(m) and m is not self.model
         lent = self._is_lent(m)
-        if leaf and not lent and not self._hooks_act(original, m, args, kwargs):
-            with _Paused(self):
-
-                def run(*args: Any, **kwargs: Any) -> Any:
-                    return original(m, *args, **kwargs)
-
-                known = for_module(m) is not None
+        if leaf and not lent:
+            hooked = m._forward_pre_hooks or m._forward_hooks
+            known = for_module(m) is not None
+            run = partial(self._hooked if hooked else _called, original, m)
+            with _Paused(self), contextlib.suppress(_HooksAct):
                 return self._record("call_module", path, run, args, kwargs, known=known)
         with _Paused(self):
             handed = self.nodes.handed(args), self.nodes.handed(kwargs)
@@ -263,11 +269,10 @@ class _Recorder(TorchFunctionMode):
                 return True
         return False
 
-    def _hooks_act(self, original: Callable, m: nn.Module, args: Any, kwargs: Any) -> bool:
-        """Whether forward hooks pass something else to a leaf's forward, or on from it, than they
-        get: then it is followed inside, hooks and all."""
-        if not (m._forward_pre_hooks or m._forward_hooks):
-            return False
+    def _hooked(self, original: Callable, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The call of a leaf whose hooks look on. Where they pass something else to its forward, or
+        on from it, than they get, it has to be followed inside, hooks and all: :class:`_HooksAct`.
+        """
         forward, inside = m.forward, []
         alive = []  # or another tensor could be taken for one of these
 
@@ -282,12 +287,13 @@ class _Recorder(TorchFunctionMode):
         before = _identities((args, kwargs))
         vars(m)["forward"] = noted
         try:
-            with _Paused(self):
-                after = _identities(original(m, *args, **kwargs))
+            result = original(m, *args, **kwargs)
         finally:
             vars(m).pop("forward")
             vars(m).update(own)
-        return inside != [before, after]
+        if inside != [before, _identities(result)]:
+            raise _HooksAct
+        return result
 
     def _not_the_models(self) -> bool:
         """Whether a call is covered by a leaf's node, or made by another thread."""

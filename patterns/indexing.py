@@ -61,7 +61,8 @@ def new_index(call, new):
             continue
         keep = new.keep(dim)
         if keep is None:  # a number made of widths, or of an attribute, is another now
-            if not isinstance(item, (int, slice)) or is_data(item) or items[place] == item:
+            mine = items[place]
+            if not isinstance(item, (int, slice)) or is_data(mine) or mine == item:
                 continue
         elif isinstance(item, slice) and item.step in (None, 1):
             item = slice(place_of(item.start, keep), place_of(item.stop, keep), item.step)
@@ -131,7 +132,7 @@ def getitem(a, call):
     if rank:
         return where_masked(a, call, call.channels(), rank, call.shape)
     masks = [n for n in call.node.all_input_nodes[1:] if is_mask(n)]
-    if masks or any(isinstance(i, slice) and is_data(i) for i in as_tuple(call.arg(1, "index"))):
+    if masks:
         return a.unknown(call, f"positions that are data are read from it in {call.name}")
     return pick(a, call, call.channels(), call.arg(1, "index"), call.shape)
 
@@ -148,6 +149,9 @@ def pick(a, call, x, index, shape):
                 x = a.freeze_dims(x, [dim], reason, call)
                 at = a.positions(call, item, x, dim)
             item = at
+        if isinstance(item, slice) and is_data(item):
+            reason = f"positions that are data are read from it in {call.name}"
+            x = a.freeze_dims(x, [dim], reason, call)
         if isinstance(item, slice) and x.axis(dim) is None:
             item = slice(None)  # no channels there: which positions, even none, does not matter
         elif isinstance(item, slice) and not range(x.shape[dim])[item]:

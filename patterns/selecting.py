@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fxprune.patterns.indexing import look_up
 
+from fxprune.call import Named
 from fxprune.channels import Channels
 from fxprune.registry import register
 
@@ -12,7 +13,11 @@ def new_select(call, new):
     dim = call.arg(1, "dim") % len(call.channels().shape)
     keep = new.keep(dim)
     at = call.recorded(2, "index")
-    return {} if keep is None else {(2, "index"): keep.before(at % len(keep))}
+    return (
+        {}
+        if keep is None or not isinstance(at, int)
+        else {(2, "index"): keep.before(at % len(keep))}
+    )
 
 
 @register("select", resize=new_select)
@@ -20,6 +25,8 @@ def select(a, call):
     """y = x[…, i, …]: one slice, whose dimension goes."""
     x, dim = call.channels(), call.arg(1, "dim") % len(call.channels().shape)
     at = call.arg(2, "index")
+    if isinstance(at, (Channels, Named)):
+        x, at = anywhere(a, call, x, dim), 0
     a.keep_rows(x, dim, at)
     return a.move(call, x, lambda t: t.select(dim, at), touched=[dim])
 
@@ -27,9 +34,10 @@ def select(a, call):
 def new_narrow(call, new):
     dim = call.arg(1, "dim") % len(call.channels().shape)
     keep = new.keep(dim)
-    if keep is None:
+    start = call.recorded(2, "start")
+    if keep is None or not isinstance(start, int):
         return {}
-    start = call.recorded(2, "start") % len(keep)
+    start %= len(keep)
     return {(2, "start"): keep.before(start), (3, "length"): new.result[dim]}
 
 
@@ -37,8 +45,17 @@ def new_narrow(call, new):
 def narrow(a, call):
     """y[i] = x[start + i]."""
     x, dim = call.channels(), call.arg(1, "dim") % len(call.channels().shape)
-    start = call.arg(2, "start") % x.shape[dim]
+    start = call.arg(2, "start")
+    if isinstance(start, (Channels, Named)):
+        x, start = anywhere(a, call, x, dim), 0
+    start %= x.shape[dim]
     return a.move(call, x, lambda t: t.narrow(dim, start, call.shape[dim]), touched=[dim])
+
+
+def anywhere(a, call, x, dim):
+    """``x`` where a tensor says which slices along ``dim`` are read."""
+    reason = f"positions that are data are read from it in {call.name}"
+    return a.freeze_dims(x, [dim], reason, call)
 
 
 @register("slice")
@@ -57,8 +74,7 @@ def index_select(a, call):
     x, dim = call.channels(), call.arg(1, "dim") % len(call.channels().shape)
     at = a.positions(call, call.arg(2, "index"), x, dim)
     if at is None:
-        reason = f"positions that are data are read from it in {call.name}"
-        x = a.freeze_dims(x, [dim], reason, call)
+        x = anywhere(a, call, x, dim)
         at = a.positions(call, call.arg(2, "index"), x, dim)
     look_up(a, call, x, [dim])
     return a.move(call, x, lambda t: t.index_select(dim, at), touched=[dim])

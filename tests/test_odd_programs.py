@@ -178,3 +178,133 @@ def test_channels_along_the_width_of_an_image_are_no_places_to_slide_over():
     net = Net(forward, stem=nn.Conv2d(3, 4, 1), mix=nn.Linear(8, 4), head=nn.Conv2d(4, 2, 1))
     plan, small = check(net, image())
     assert small.stem.out_channels == 2 and small.mix.out_features == 4
+
+
+@pytest.mark.parametrize("read", [
+    lambda y, k: y.narrow(1, k, 3), lambda y, k: torch.narrow(y, 1, k, 3), lambda y, k: y[:, k:],
+    lambda y, k: y.select(1, k),
+], ids=["narrow", "function", "slice", "select"])  # fmt: skip
+def test_positions_that_a_tensor_tells(read):
+    def forward(s, x):
+        return s.b(read(s.a(x), (x[..., 0] > -99).long().sum(1).max() // 6))
+
+    net = Net(forward, a=nn.Linear(8, 16), b=nn.Linear(16, 4))
+    plan, small = check(net, steps(), shrinks=read is not None)
+    assert small.a.out_features == 8
+
+
+@pytest.mark.parametrize("table", [
+    lambda t: t, lambda t: t[None], lambda t: t.expand(2, -1, -1), lambda t: t + 1,
+    lambda t: t.view(1, 4, -1), lambda t: t.clone(),
+], ids=["bare", "none", "expand", "add", "view", "clone"])  # fmt: skip
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_table_of_two_dimensions_goes_with_channels_that_were_cut_in_two(table, kind):
+    t = parameter(4, 8) if kind == "parameter" else parameter(4, 8).detach()
+    net = Net(lambda s, x: s.b((s.a(x).view(len(x), 4, -1) + table(s.t)).flatten(1)),
+              a=nn.Linear(5, 32), t=t, b=nn.Linear(32, 3))  # fmt: skip
+    plan, small = check(net, rows(2))
+    assert small.a.out_features == 16
+
+
+def test_memories_are_put_before_keys_of_heads():
+    def forward(s, x):
+        q, k, v = (f(x).view(2, 6, 4, -1).transpose(1, 2) for f in (s.q, s.k, s.v))
+        k, v = (torch.cat([m.expand(2, -1, -1, -1), t], 2) for m, t in ((s.mk, k), (s.mv, v)))
+        y = (q @ k.mT).softmax(-1) @ v
+        return s.o(y.transpose(1, 2).flatten(2))
+
+    net = Net(forward, mk=parameter(4, 2, 8), mv=parameter(4, 2, 8), o=nn.Linear(32, 3),
+              **{name: nn.Linear(8, 32) for name in "qkv"})  # fmt: skip
+    plan, small = check(net, steps())
+    assert small.v.out_features == 16
+
+
+@pytest.mark.parametrize("turned", [8, 4])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_rotary_embeddings_of_a_part_with_grouped_queries(turned, groups):
+    def halves(t):
+        a, b = t.chunk(2, -1)
+        return torch.cat([-b, a], -1)
+
+    def turn(t):
+        angles = torch.arange(6.0, dtype=t.dtype)[:, None] * torch.arange(turned)
+        first, rest = t[..., :turned], t[..., turned:]
+        return torch.cat([first * angles.cos() + halves(first) * angles.sin(), rest], -1)
+
+    def forward(s, x):
+        q, k, v = (f(x).view(2, 6, -1, 8).transpose(1, 2) for f in (s.q, s.k, s.v))
+        q, k = turn(q), turn(k)
+        if groups < 4:
+            k, v = (t[:, :, None].expand(2, s.groups, 2, 6, 8).reshape(2, s.heads, 6, 8)
+                    for t in (k, v))  # fmt: skip
+        y = F.scaled_dot_product_attention(q, k, v)
+        return s.o(y.transpose(1, 2).reshape(2, 6, -1))
+
+    net = Net(forward, q=nn.Linear(8, 32), k=nn.Linear(8, 8 * groups), o=nn.Linear(32, 3),
+              v=nn.Linear(8, 8 * groups), heads=4, groups=groups)  # fmt: skip
+    plan, small = check(net, steps())
+    assert small.q.out_features == 16 and small.k.out_features == 4 * groups
+
+
+@pytest.mark.parametrize("empty", [(0, 8), (1, 0, 8)])
+def test_registers_of_which_there_are_none(empty):
+    def forward(s, x):
+        return s.b(torch.cat([s.r.expand(len(x), *empty[-2:]), s.a(x)], 1))
+
+    check(Net(forward, a=nn.Linear(8, 8), r=parameter(*empty), b=nn.Linear(8, 3)), steps())
+
+
+def test_as_tensor_hands_channels_on():
+    net = Net(lambda s, x: s.b(torch.as_tensor(s.a(x)).relu()), a=nn.Linear(5, 8),
+              b=nn.Linear(8, 3))  # fmt: skip
+    plan, small = check(net, rows())
+    assert small.a.out_features == 4
+
+
+def test_a_norm_of_a_table_has_its_width():
+    net = Net(lambda s, x: s.b(s.a(x) + s.norm(s.table.weight).mean(0)), a=nn.Linear(5, 8),
+              table=nn.Embedding(7, 8), norm=nn.LayerNorm(8), b=nn.Linear(8, 3))  # fmt: skip
+    plan, small = check(net, rows())
+    assert small.norm.normalized_shape == (small.a.out_features,)
+
+
+@pytest.mark.parametrize("read", ["feed", "count"])
+def test_hooks_that_look_on_fire_once(read):
+    class Watched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.act, self.b = nn.Linear(5, 16), nn.Sigmoid(), nn.Linear(16, 3)
+            self.c, self.seen = nn.Linear(16, 3), []
+            self.act.register_forward_hook(self.hook)
+
+        def hook(self, module, given, result):
+            self.seen.append(result)
+
+        def forward(self, x):
+            self.seen.clear()
+            y = self.b(self.act(self.a(x)))
+            return y + self.c(self.seen[0]) if read == "feed" else y * len(self.seen)
+
+    plan, small = check(Watched(), rows())
+    assert small.a.out_features == 8
+
+
+def test_what_training_alone_returns_stays():
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.aux, self.b = nn.Linear(5, 8), nn.Linear(8, 6), nn.Linear(8, 3)
+
+        def forward(self, x):
+            h = self.a(x).sigmoid()
+            outs = [self.b(h), self.aux(h)]
+            return outs if self.training else outs[0]
+
+    plan, small = check(Deep(), rows(), shrinks=False)
+    assert [tuple(t.shape) for t in small.train()(rows())] == [(4, 3), (4, 6)]
+
+
+def test_single_precision_on_the_way_is_no_fault():
+    net = Net(lambda s, x: s.b((s.a(x).float().sin() * 100).exp().log().double()),
+              a=nn.Linear(5, 64), b=nn.Linear(64, 3)).double()  # fmt: skip
+    assert fxprune.prune(net, rows()).a.out_features == 32
