@@ -60,6 +60,7 @@ def assemble(planner: Planner, replay: Replay) -> PruningPlan:
     # Where there is a target, its budget says so.
     if planner.budget is None and result.groups and all(g.frozen for g in result.groups):
         reasons = "; ".join(f"{what}: {why}" for what, why in result.skipped[:5])
+        reasons = reasons or "no call in it uses parameters in a way that says what channels are"
         warn(f"nothing of {type(planner.trace.model).__name__} can be pruned. {reasons}")
     return result
 

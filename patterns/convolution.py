@@ -11,10 +11,10 @@ from fxprune.channels import Channels, remap
 from fxprune.registry import register
 
 
-def convolve(a, call, x, weight, bias, groups, *, transposed, border):
+def convolve(a, call, x, weight, bias, groups, *, transposed, border, moves=True):
     """Each group's input channels are read by its filters; filters make the result's channels.
 
-    ``groups`` is how many there were when the run was recorded."""
+    ``groups`` is how many there were when the run was recorded; ``moves``: it strides or pads."""
     shape = call.shape
     w_shape, old = weight_shape(a, call, weight), weight_spec(a, call, weight)
     kernel = w_shape[2:]
@@ -27,10 +27,17 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border):
         for axis in weight.touching([1 if transposed else 0]):
             a.makes(axis)
     channel = len(x.shape) - len(kernel) - 1
-    x = a.freeze_dims(
-        x, [d for d in range(len(x.shape)) if d != channel],
-        "a convolution slides over them or they are its batch", call,
-    )  # fmt: skip
+    others = [d for d in range(len(x.shape)) if d != channel]
+    beside = x.touching(others)
+    apart = beside and all(channel not in axis.dims for axis in beside)
+    if apart and not moves and {*kernel} == {1} and groups == 1:
+        # A linear layer at each place: what lies beside its channels may be channels, too.
+        i, o = (0, 1) if transposed else (1, 0)
+        w = call.tensor(weight, {"out": (o,), "in": (i,)}, w_shape)
+        w = remap(w, {0: 0, 1: 1}, w_shape[:2])
+        y = a.contract(call, x, w, [(channel, i)], [], {d: d for d in others}, {o: channel}, shape)
+        return add_bias(a, call, y, bias, channel)
+    x = a.freeze_dims(x, others, "a convolution slides over them or they are its batch", call)
     # The model as it is tells what kind it is: a group may be left with one channel.
     grouped, before = groups > 1, (old[0] // groups, old[1])
     value = a.member(call, weight) if isinstance(weight, str) else weight
@@ -127,8 +134,13 @@ def conv_module(a, call):
     m = call.module
     border = border_of(m.transposed, m.padding, m.padding_mode, m.kernel_size)
     return convolve(
-        a, call, call.channels(), "weight", "bias", m.groups, transposed=m.transposed, border=border
-    )
+        a, call, call.channels(), "weight", "bias", m.groups, transposed=m.transposed,
+        border=border, moves=strides_or_pads(m.stride, m.padding),
+    )  # fmt: skip
+
+
+def strides_or_pads(stride, padding):
+    return {*as_tuple(stride)} != {1} or (padding != "valid" and any(map(bool, as_tuple(padding))))
 
 
 def new_groups(position, transposed=False):
@@ -153,6 +165,7 @@ def conv_function(a, call):
     return convolve(
         a, call, call.channels(), weight, call.arg(2, "bias"), call.recorded(6, "groups", 1),
         transposed=False, border=border,
+        moves=strides_or_pads(call.arg(3, "stride", 1), call.arg(4, "padding", 0)),
     )  # fmt: skip
 
 

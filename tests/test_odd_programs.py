@@ -308,3 +308,28 @@ def test_single_precision_on_the_way_is_no_fault():
     net = Net(lambda s, x: s.b((s.a(x).float().sin() * 100).exp().log().double()),
               a=nn.Linear(5, 64), b=nn.Linear(64, 3)).double()  # fmt: skip
     assert fxprune.prune(net, rows()).a.out_features == 32
+
+
+class Mixer(nn.Module):
+    """An MLP-Mixer whose linear layers over positions are convolutions of one place."""
+
+    def __init__(self, steps=6, width=8):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(width, 12), nn.LayerNorm(12), nn.Linear(12, 3)
+        self.mix, self.back = nn.Conv1d(steps, 10, 1), nn.Conv1d(10, steps, 1)
+        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 12)
+
+    def forward(self, x):
+        h = self.a(x)
+        h = h + self.back(F.gelu(self.mix(self.norm(h))))
+        h = h + self.down(F.gelu(self.up(h)))
+        return self.b(h.mean(1))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_convolutions_of_one_place_over_positions_leave_the_width_alone(transposed):
+    net = Mixer()
+    if transposed:
+        net.back = nn.ConvTranspose1d(10, 6, 1)
+    plan, small = check(net, steps())
+    assert small.a.out_features == 6 and small.mix.out_channels == 5
