@@ -234,12 +234,13 @@ class Planner:
         self.attributes: dict[str, Any] = {}
         self.set_for: dict[str, list[np.ndarray]] = {}  # units that an attribute was set for
         self.code: dict[str, Code] = {}
+        whole = not self.removed.any()  # no size is another: whatever looks so is right as it is
         try:
-            replay = self._with_attributes()
+            replay = self._replay() if whole else self._with_attributes()
         except Mismatch as mismatch:
             self._freeze(mismatch.units, mismatch.reason, mismatch.where, mismatch.line)
             return None
-        return replay if self._write_code(replay) else None
+        return replay if whole or self._write_code(replay) else None
 
     def _stays(self, group: groups.Group) -> np.ndarray | None:
         """For each unit of a group whether it is to stay; None where all do."""

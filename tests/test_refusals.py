@@ -115,3 +115,84 @@ def test_every_error_is_of_one_family_and_exported():
         assert issubclass(error, (fxprune.PruningError, fxprune.PruningWarning))
         assert getattr(fxprune, error.__name__) is error and error.__doc__
     assert issubclass(fxprune.SettingError, ValueError)
+
+
+def net_and_plan():
+    net, x = small_net(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 4)).eval(), torch.randn(2, 6)
+    return net, x, fxprune.plan(net, x)
+
+
+@pytest.mark.parametrize("use", [
+    lambda plan, model, path: plan.apply(model), lambda plan, model, path: plan.mask(model),
+    lambda plan, model, path: plan.to_html(path, model=model),
+])  # fmt: skip
+@pytest.mark.parametrize("wrap, said", [
+    (lambda m: torch.compile(m, backend="eager"), "is compiled"),
+    (nn.DataParallel, "is wrapped in DataParallel"),
+])  # fmt: skip
+def test_a_plan_asks_for_the_model_inside(use, wrap, said, tmp_path):
+    net, _, plan = net_and_plan()
+    with pytest.raises(fxprune.ModelError, match=said):
+        use(plan, wrap(net), tmp_path / "plan.html")
+
+
+@pytest.mark.parametrize("call, said", [
+    (lambda m, x: fxprune.plan(m, x, patterns=3), "patterns=3"),
+    (lambda m, x: fxprune.compact(m, x, patterns=nn.Linear), "patterns="),
+    (lambda m, x: fxprune.compact(m, x, verify=3), "verify=3"),
+    (lambda m, x: fxprune.plan(m, x).apply(m, inplace="no"), "inplace='no'"),
+    (lambda m, x: fxprune.plan(m, x, calibration_mode="bogus"), "calibration_mode='bogus'"),
+    (lambda m, x: fxprune.plan(m, x, calibration_batches=-3), "calibration_batches=-3"),
+    (lambda m, x: fxprune.plan(m, x, ignore=[m[0].weight]), "ignore: a tensor"),
+    (lambda m, x: fxprune.plan(m, x).penalty(m, grow=float("nan")), "grow=nan"),
+    (lambda m, x: fxprune.Pruner(m, x, target=0.5), "target=0.5"),
+    (lambda m, x: fxprune.Pruner(m, x, also=3), "also=3"),
+    (lambda m, x: fxprune.Pruner(m, x, calibration=iter([x])), "an iterator"),
+    (lambda m, x: fxprune.prune(m, x * torch.nan), "no finite number"),
+])  # fmt: skip
+def test_what_means_nothing_is_refused_before_it_is_used(call, said):
+    net, x, _ = net_and_plan()
+    with pytest.raises(fxprune.PruningError, match=said):
+        call(net, x)
+
+
+def test_a_default_device_is_that_of_the_users_code_alone():
+    net, x, plan = net_and_plan()
+    with torch.device("meta"):
+        small = [fxprune.prune(net, x), plan.apply(net), plan.mask(net), fxprune.compact(net, x)]
+        assert torch.empty(0).is_meta
+    assert not any(p.is_meta for m in small for p in m.parameters())
+    assert torch.equal(small[0](x), small[1](x))
+
+
+@pytest.mark.parametrize("change", [
+    {"history": [{"a": 1}]}, {"history": None}, {"choices": None}, {"kept": None},
+])  # fmt: skip
+def test_a_state_in_another_form_changes_nothing(change):
+    net, x, _ = net_and_plan()
+    done = fxprune.Pruner(net, x, sparsity=0.5, schedule="once")
+    done.step()
+    fresh, _, _ = net_and_plan()
+    pruner = fxprune.Pruner(fresh, x, sparsity=0.5, schedule="once")
+    before = Snapshot(fresh)
+    with pytest.raises(fxprune.PlanError, match="no state of Pruner"):
+        pruner.load_state_dict(done.state_dict() | change)
+    assert before.differences() == [] and pruner.history == []
+
+
+class Headed(nn.Module):
+    """A classifier whose code holds a size."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 10)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.body(x)).view(-1, 8))
+
+
+def test_a_new_head_behind_a_forward_that_was_written_is_refused_while_saving(tmp_path):
+    small = fxprune.prune(Headed().eval(), torch.randn(2, 6))
+    small.head = nn.Linear(small.head.in_features, 3)
+    with pytest.raises(fxprune.ModelError, match="this model has changed since"):
+        fxprune.save(small, tmp_path / "small.safetensors")
