@@ -8,7 +8,6 @@ replay the trace at the new widths (:mod:`fxprune.replay`).
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -191,32 +190,7 @@ class Algebra(Meanings):
         """Each element of the result depends on the elements it stands over."""
         given = [v for v in call.inputs if isinstance(v, Channels)]
         values = [v if isinstance(v, Channels) else self._bare(v, given) for v in call.inputs]
-        return self.meet(call, values, self._function(call) if call.is_floating() else None)
-
-    def _function(self, call: Call) -> Callable[[Sequence[Tensor]], Tensor]:
-        """What the call does to constants. Where a number in it is made of the sizes of an input,
-        which others have others of, nothing is sure but zeros that stay zeros."""
-        if not self._goes_by_input(call.node):
-            return call.replay
-
-        def zeros(tensors: Sequence[Tensor]) -> Tensor:
-            sure = functools.reduce(torch.logical_and, [t == 0 for t in tensors])
-            result = call.replay(tensors)
-            return torch.where(sure & (result == 0), result, torch.nan)
-
-        return zeros
-
-    def _goes_by_input(self, node: fx.Node) -> bool:
-        waiting = [n for n in node.all_input_nodes if isinstance(n.meta["spec"], (int, float))]
-        while waiting:
-            number: Any = waiting.pop()
-            if number.target != "size":
-                waiting += number.all_input_nodes
-                continue
-            x = self.values[number.args[0]]
-            if isinstance(x, Channels) and x.axis(number.args[1]) is None:
-                return True
-        return False
+        return self.meet(call, values, call.replay if call.is_floating() else None)
 
     def _bare(self, value: Named, others: Sequence[Channels]) -> Channels:
         """A parameter used bare: an axis on each dimension, but one over those that an axis of what
