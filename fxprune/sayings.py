@@ -174,7 +174,7 @@ class Sayings(Algebra):
         waiting = [n for n in node.all_input_nodes if isinstance(n.meta["spec"], (int, float))]
         while waiting:
             number: Any = waiting.pop()
-            if number.target != "size":
+            if (number.op, number.target) != ("call_method", "size"):
                 waiting += number.all_input_nodes
                 continue
             x = self.values[number.args[0]]

@@ -73,5 +73,5 @@ def fresh(a, call):
     if len(values) == 1 and len(values[0].shape) == len(call.node.meta["spec"].shape):
         return values[0] if call.is_floating() else a.forget(values[0])
     for x in values:
-        a.freeze_all(x, f"it goes into {call.name}, which copies them", call)
+        a.freeze_all(x, f"its values leave PyTorch through {call.name}", call)
     return a.rigid_result(call)

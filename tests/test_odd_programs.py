@@ -333,3 +333,10 @@ def test_convolutions_of_one_place_over_positions_leave_the_width_alone(transpos
         net.back = nn.ConvTranspose1d(10, 6, 1)
     plan, small = check(net, steps())
     assert small.a.out_features == 6 and small.mix.out_channels == 5
+
+
+def test_an_attribute_may_be_called_size():
+    net = Net(lambda s, x: s.b(s.a(x).softmax(0).add(1) * s.size), a=nn.Linear(5, 8), size=3,
+              b=nn.Linear(8, 3))  # fmt: skip
+    plan, small = check(net, rows())
+    assert small.a.out_features == 4
