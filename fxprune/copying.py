@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .errors import ModelError
 from .holding import OWN, content, inside
-from .near import globals_read
+from .near import functions_of, global_names
 from .running import modules_of
 
 
@@ -27,8 +27,10 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     memo = dict(memo or {})
     holders = _Holders(model)
     weak: list[tuple[nn.Module, str, Any]] = []
+    for cls in dict.fromkeys(map(type, modules_of(model).values())):
+        for function in functions_of(cls):
+            holders.check_globals(function)
     for module in modules_of(model).values():
-        holders.check_globals(module)
         for key, value in vars(module).items():
             # What a hook computes before each run (nn.utils.weight_norm) has a history, which
             # deepcopy refuses; it is computed anew.
@@ -77,21 +79,23 @@ class _Holders:
         known = self._answers.get(id(value))
         if known is None:
             self._answers[id(value)] = False  # what holds itself holds nothing by that
+            if isinstance(value, types.FunctionType):
+                self.check_globals(value)
             known = any([self.hold(item) for item in inside(value)])
             self._answers[id(value)] = known
             if known and isinstance(value, types.FunctionType):
                 self.functions.append(value)
         return known
 
-    def check_globals(self, module: nn.Module) -> None:
-        """Raise where code of the module reads a part of the model by the name of a global, which
-        is the original's in every copy."""
-        for name, value in globals_read(module):
-            if self._answers.get(id(value)):
+    def check_globals(self, function: types.FunctionType) -> None:
+        """Raise where code reads a part of the model by the name of a global, which is the
+        original's in every copy."""
+        for name in global_names(function.__code__):
+            if self._answers.get(id(function.__globals__.get(name))):
                 raise ModelError(
-                    f"code of {type(module).__name__} reads the global {name!r}, which is a part "
-                    "of the model: a copy would run the original's. Have it read an attribute of "
-                    "self, or pass inplace=True and verify=False"
+                    f"{function.__qualname__} reads the global {name!r}, which is a part of the "
+                    "model: a copy would run the original's. Have it read an attribute of self, or "
+                    "pass inplace=True and verify=False"
                 )
 
     def anew(self, function: types.FunctionType) -> types.FunctionType:

@@ -77,37 +77,18 @@ def _codes_of(cls: type) -> tuple[CodeType, ...]:
     return tuple(dict.fromkeys(c for value in methods for c in codes(value, package_of(cls))))
 
 
-def globals_read(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The globals that code near a module names, and what they are now."""
-    return near(module, _globals_of_class, _globals_of)
-
-
-def _globals_of_class(cls: type) -> Iterator[tuple[str, Any]]:
-    for function in _functions_of(cls):
-        yield from _globals_of(function)
-
-
 @functools.lru_cache(maxsize=512)
-def _functions_of(cls: type) -> tuple[FunctionType, ...]:
-    """Of a class of the user's own: PyTorch's name no models."""
+def functions_of(cls: type) -> tuple[FunctionType, ...]:
+    """The methods of a class and its bases, but for those of PyTorch."""
     return tuple(
         value for base in cls.__mro__ if package_of(base) not in ("torch", "builtins")
         for value in vars(base).values() if inspect.isfunction(value)
     )  # fmt: skip
 
 
-def _globals_of(function: Any, package: str = "") -> Iterator[tuple[str, Any]]:
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    if inspect.isfunction(function):
-        space = function.__globals__
-        yield from (
-            (name, space[name]) for name in _global_names(function.__code__) if name in space
-        )
-
-
 @functools.lru_cache(maxsize=4096)
-def _global_names(code: CodeType) -> frozenset[str]:
-    """Names of attributes are no globals, though code has them in one list."""
+def global_names(code: CodeType) -> frozenset[str]:
+    """Which globals code reads: it has names of attributes in the same list."""
     steps = (s for c in codes(code, "") for s in dis.get_instructions(c))
     return frozenset(step.argval for step in steps if step.opname == "LOAD_GLOBAL")
 

@@ -170,7 +170,7 @@ class Sayings(Algebra):
         return result if zero is None else result.masked_fill(zero, 0.0), border
 
     def _goes_by_input(self, node: fx.Node) -> bool:
-        """Whether a number in a call is made of sizes that are no widths: other inputs have others."""
+        """Whether a number in a call is made of sizes that are no widths, but an input's."""
         waiting = [n for n in node.all_input_nodes if isinstance(n.meta["spec"], (int, float))]
         while waiting:
             number: Any = waiting.pop()

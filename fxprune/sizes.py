@@ -279,7 +279,8 @@ def traced_attributes(model: nn.Module) -> Iterator[None]:
         prefix = f"{path}." if path else ""
         wrap(vars(m), prefix)
         for key, value in vars(m).items():
-            if _is_configuration(value) and id(value) not in seen:
+            kind: Any = type(value)
+            if _is_configuration(kind) and id(value) not in seen:
                 seen.add(id(value))  # one is often shared by many modules
                 wrap(vars(value), f"{prefix}{key}.")
     try:
@@ -290,13 +291,15 @@ def traced_attributes(model: nn.Module) -> Iterator[None]:
                 space[key] = old
 
 
-def _is_configuration(value: Any) -> bool:
+@functools.lru_cache(maxsize=1024)
+def _is_configuration(kind: type) -> bool:
     """Whether an attribute of a module is an object whose attributes can be set in its place."""
-    if not hasattr(value, "__dict__") or callable(value):  # a module, a class, a function
+    if any("__call__" in vars(base) for base in kind.__mro__):  # a module, a function
         return False
-    if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
+    if issubclass(kind, (types.SimpleNamespace, argparse.Namespace)):
         return True
-    kind = type(value)
+    if not getattr(kind, "__dictoffset__", 0):  # a number, a tuple
+        return False
     frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
     return not frozen and package_of(kind) not in ("torch", *sys.stdlib_module_names)
 
