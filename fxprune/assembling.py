@@ -160,6 +160,8 @@ def _skipped(planner: Planner, result: PruningPlan) -> list[tuple[str, str]]:
                 skipped.append((path, shown.frozen))
     known = {what for what, _ in skipped}
     called = {id(planner.modules[path]) for path in planner.trace.called}
+    own_code = {call.path for call in planner.trace.calls}
+    read = {str(n.target) for n in planner.trace.graph.nodes if n.op == "get_attr"}
     for path, module in planner.modules.items():
         if id(module) in called and path not in planner.trace.called:
             continue  # it goes by another name
@@ -167,6 +169,13 @@ def _skipped(planner: Planner, result: PruningPlan) -> list[tuple[str, str]]:
         if not weights or path in known or isinstance(module, ParametrizationList):
             continue
         names = {planner.trace.names.get(id(p), "") for p in weights}
+        if path in own_code:  # no layer: it goes by its tensors
+            for name in sorted(names - used):
+                reason = "it is not called on the example input"
+                if name in read:
+                    reason = "fxprune has no pattern for how its weight is used"
+                skipped.append((name, reason))
+            continue
         hooked = planner.trace.computed_by_hook(path)
         if path not in planner.trace.called and not names & used:
             skipped.append((path, "it is not called on the example input"))
