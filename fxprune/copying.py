@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .errors import ModelError
 from .holding import OWN, content, inside
-from .near import functions_of, global_names
+from .near import global_names, methods_of_forward
 from .running import modules_of
 
 
@@ -27,9 +27,9 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     memo = dict(memo or {})
     holders = _Holders(model)
     weak: list[tuple[nn.Module, str, Any]] = []
-    for cls in dict.fromkeys(map(type, modules_of(model).values())):
-        for function in functions_of(cls):
-            holders.check_globals(function)
+    kinds: Any = dict.fromkeys(map(type, modules_of(model).values()))
+    for function in (method for cls in kinds for method in methods_of_forward(cls)):
+        holders.check_globals(function)
     for module in modules_of(model).values():
         for key, value in vars(module).items():
             # What a hook computes before each run (nn.utils.weight_norm) has a history, which

@@ -77,15 +77,6 @@ def _codes_of(cls: type) -> tuple[CodeType, ...]:
     return tuple(dict.fromkeys(c for value in methods for c in codes(value, package_of(cls))))
 
 
-@functools.lru_cache(maxsize=512)
-def functions_of(cls: type) -> tuple[FunctionType, ...]:
-    """The methods of a class and its bases, but for those of PyTorch."""
-    return tuple(
-        value for base in cls.__mro__ if package_of(base) not in ("torch", "builtins")
-        for value in vars(base).values() if inspect.isfunction(value)
-    )  # fmt: skip
-
-
 @functools.lru_cache(maxsize=4096)
 def global_names(code: CodeType) -> frozenset[str]:
     """Which globals code reads: it has names of attributes in the same list."""
@@ -114,7 +105,13 @@ def set_by_forward(cls: type) -> frozenset[str]:
 
 def codes_of_forward(cls: type) -> list[CodeType]:
     """Of a class's forward and of the methods that it calls."""
-    found: dict[str, CodeType] = {}
+    return [method.__code__ for method in methods_of_forward(cls)]
+
+
+@functools.lru_cache(maxsize=512)
+def methods_of_forward(cls: type) -> tuple[FunctionType, ...]:
+    """A class's forward and the methods that it calls, but for those that every module has."""
+    found: dict[str, FunctionType] = {}
     waiting = ["forward"]
     while waiting:
         name = waiting.pop()
@@ -122,9 +119,9 @@ def codes_of_forward(cls: type) -> list[CodeType]:
         if method is getattr(nn.Module, name, None):  # or a tensor's, by the name of ``to``
             continue
         if name not in found and inspect.isfunction(method):
-            found[name] = method.__code__
+            found[name] = method
             waiting += _called_in(method.__code__)
-    return list(found.values())
+    return tuple(found.values())
 
 
 def _called_in(code: CodeType) -> list[str]:

@@ -232,6 +232,9 @@ def test_an_attribute_is_no_global_of_the_same_name(monkeypatch):
         def forward(self, x):
             return self.GLOBAL_NET(x)
 
+        def shown(self):  # which no run calls
+            return str(GLOBAL_NET)  # noqa: F821
+
     model = awake(Wrapped())
     monkeypatch.setitem(globals(), "GLOBAL_NET", model.GLOBAL_NET)
     check(model, torch.randn(2, 6, dtype=torch.float64))
