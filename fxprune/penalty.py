@@ -15,9 +15,9 @@ from .masking import check_fits
 
 
 def penalty(plan: Any, model: nn.Module, *, grow: float = 0.0) -> Tensor:
+    """See :meth:`fxprune.PruningPlan.penalty`."""
     if not isinstance(grow, (int, float)) or not 0 <= grow < float("inf"):
         raise SettingError(f"grow={grow!r} is no number from 0 on")
-    """See :meth:`fxprune.PruningPlan.penalty`."""
     total: Any = 0.0
     for norms in _norms(plan, model):
         if grow:

@@ -137,6 +137,12 @@ def getitem(a, call):
     return pick(a, call, call.channels(), call.arg(1, "index"), call.shape)
 
 
+def anywhere(a, call, x, dim):
+    """``x`` where a tensor says which slices along ``dim`` are read."""
+    reason = f"positions that are data are read from it in {call.name}"
+    return a.freeze_dims(x, [dim], reason, call)
+
+
 def pick(a, call, x, index, shape):
     items, touched = [], []
     for _, dim, item in per_dim(x, index):
@@ -145,13 +151,11 @@ def pick(a, call, x, index, shape):
         if isinstance(item, (Channels, Named)):
             at = a.positions(call, item, x, dim)
             if at is None:  # any slice may be read, whatever happens along other dimensions
-                reason = f"positions that are data are read from it in {call.name}"
-                x = a.freeze_dims(x, [dim], reason, call)
+                x = anywhere(a, call, x, dim)
                 at = a.positions(call, item, x, dim)
             item = at
         if isinstance(item, slice) and is_data(item):
-            reason = f"positions that are data are read from it in {call.name}"
-            x = a.freeze_dims(x, [dim], reason, call)
+            x = anywhere(a, call, x, dim)
         if isinstance(item, slice) and x.axis(dim) is None:
             item = slice(None)  # no channels there: which positions, even none, does not matter
         elif isinstance(item, slice) and not range(x.shape[dim])[item]:

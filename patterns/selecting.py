@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxprune.patterns.indexing import look_up
+from fxprune.patterns.indexing import anywhere, look_up
 
 from fxprune.call import Named
 from fxprune.channels import Channels
@@ -13,11 +13,9 @@ def new_select(call, new):
     dim = call.arg(1, "dim") % len(call.channels().shape)
     keep = new.keep(dim)
     at = call.recorded(2, "index")
-    return (
-        {}
-        if keep is None or not isinstance(at, int)
-        else {(2, "index"): keep.before(at % len(keep))}
-    )
+    if keep is None or not isinstance(at, int):
+        return {}
+    return {(2, "index"): keep.before(at % len(keep))}
 
 
 @register("select", resize=new_select)
@@ -50,12 +48,6 @@ def narrow(a, call):
         x, start = anywhere(a, call, x, dim), 0
     start %= x.shape[dim]
     return a.move(call, x, lambda t: t.narrow(dim, start, call.shape[dim]), touched=[dim])
-
-
-def anywhere(a, call, x, dim):
-    """``x`` where a tensor says which slices along ``dim`` are read."""
-    reason = f"positions that are data are read from it in {call.name}"
-    return a.freeze_dims(x, [dim], reason, call)
 
 
 @register("slice")

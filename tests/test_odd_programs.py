@@ -78,8 +78,9 @@ def test_attention_without_biases_runs_on_the_fast_path():
               m=nn.MultiheadAttention(12, 4, bias=False, batch_first=True),
               b=nn.Linear(12, 3))  # fmt: skip
     plan, small = check(net, steps())
+    expected = small(steps())  # with gradients PyTorch goes its plain way
     with torch.no_grad():
-        assert small.eval()(steps()).shape == (2, 6, 3)
+        assert difference([small(steps())], [expected]) <= 1e-9
 
 
 @pytest.mark.parametrize("cast", [
@@ -189,7 +190,7 @@ def test_positions_that_a_tensor_tells(read):
         return s.b(read(s.a(x), (x[..., 0] > -99).long().sum(1).max() // 6))
 
     net = Net(forward, a=nn.Linear(8, 16), b=nn.Linear(16, 4))
-    plan, small = check(net, steps(), shrinks=read is not None)
+    plan, small = check(net, steps())
     assert small.a.out_features == 8
 
 
