@@ -26,7 +26,7 @@ class Free(Discover):
             for source in node.all_input_nodes:
                 self.values[source] = self._argument(source)
             self.results: list[Channels] = list(leaves(self._visit(node)))
-        found, stays = self.joined()
+        found, stays = self.labels.joined()
         self.classes = np.where(stays[found], 0, found + 1)  # by label; 0 stays
 
     def _argument(self, source: fx.Node) -> Any:
@@ -37,8 +37,7 @@ class Free(Discover):
             axes = []
             for d, n in enumerate(spec.shape):
                 if n > 1:
-                    axes.append(Axis((d,), torch.arange(self._next, self._next + n)))
-                    self._next += n
+                    axes.append(Axis((d,), self.labels.fresh(n)))
             self.inputs[source] = Channels(spec.shape, tuple(axes))
             return self.inputs[source]
         return map_specs(spec, rigid)

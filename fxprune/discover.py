@@ -1,8 +1,8 @@
 """The first walk: which slices of which tensors belong together, and what may not go.
 
-Every slice of every parameter axis gets a label; where two axes meet, their labels are joined. The
-joins are kept as arrays and solved at once (connected components), so no loop runs over channels.
-What each slice says when it is dead is followed beside (:mod:`fxprune.sayings`).
+Every slice of every parameter axis gets a label; where two axes meet, their labels are joined
+(:mod:`fxprune.labels`). What each slice says when it is dead is followed beside
+(:mod:`fxprune.sayings`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import copy
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,32 +17,14 @@ import torch
 from torch import fx, nn
 
 from .call import Call, Named, Roles, leaves
-from .channels import (
-    FROZEN,
-    Axis,
-    Channels,
-    SourceAxis,
-    components_of,
-    distinct,
-    distinct_rows,
-    renumbered,
-    varying,
-)
+from .channels import Axis, Channels, SourceAxis, distinct, varying
 from .fixed import fixed_tensors
+from .labels import Labels
 from .mask import Mask
 from .recording import Trace
-from .relations import Bin, Follower, Note, Product, Relations
+from .rectangles import Rectangles
+from .relations import Follower, Note, Product, Relations
 from .sayings import Sayings, Telling
-
-
-@dataclass
-class Rectangle:
-    """Labels over several dimensions of which a rectangle has to remain."""
-
-    units: torch.Tensor
-    held: set[int]
-    where: str
-    rather: set[int] = field(default_factory=set)  # held where something else can go
 
 
 class Stays(NamedTuple):
@@ -99,19 +80,15 @@ class Discover(Sayings):
     ) -> None:
         super().__init__(trace, trace.model, telling, attention=attention)
         self._rigid = rigid
-        self.sources: list[SourceAxis] = []
+        self.labels = Labels()
+        self.sources = self.labels.sources
         self._by_key: dict[tuple, SourceAxis] = {}
         self._by_name: dict[str, list[int]] = {}  # of a tensor, its axes among the sources
         self._settled = True  # no slice has spoken that has another role now
         self._used_bare: dict[int, int] = {}  # those that are used bare, by first label
         # Why a computed tensor cannot be set, "" where it can or is a tensor of the model itself.
         self._computed: dict[str, str] = dict.fromkeys(trace.names.values(), "")
-        self._next = FROZEN + 1
-        self._joins: list[tuple[np.ndarray, np.ndarray]] = []
-        self._whole: dict[int, int] = {}  # by id of the labels of a parameter's axis, the first
-        self._same: list[tuple[int, int]] = []  # first labels of two that are joined one by one
-        self._rectangles: dict[int, Rectangle] = {}
-        self._alive: list[torch.Tensor] = []
+        self._rectangles = Rectangles()
         self._spread: list[np.ndarray] = []
         # Parameters whose axes have met one over as many dimensions: which of theirs.
         self.better_together: dict[str, tuple[int, ...]] = {}
@@ -166,14 +143,12 @@ class Discover(Sayings):
             if all(view[d] == 1 for d in dims) or any(view[d] == 0 for d in dims):
                 continue
             if key not in self._by_key:
-                axis = SourceAxis(value.name, shape, view, dims, role, self._next)
-                self._next += axis.size
-                self._whole[id(axis.labels())] = axis.first
+                axis = SourceAxis(value.name, shape, view, dims, role, self.labels.count)
                 self._by_key[key] = axis
                 self._by_name.setdefault(axis.name, []).append(len(self.sources))
                 if role.startswith("bare"):
                     self._used_bare[axis.first] = len(self.sources)
-                self.sources.append(axis)
+                self.labels.add(axis)
                 self._check_view(axis)
                 self._check_computed(axis)
             source = self._by_key[key]
@@ -198,9 +173,8 @@ class Discover(Sayings):
         axes = []
         for d, n in enumerate(call.shape):
             if n > 1 and call.spec.is_inexact:
-                labels = torch.arange(self._next, self._next + n)
+                labels = self.labels.fresh(n)
                 axes.append(Axis((d,), labels, self.filled(value, n), blank=True))
-                self._next += n
         return Channels(call.shape, tuple(axes))
 
     def distinguish(self, x: Channels) -> None:
@@ -218,12 +192,10 @@ class Discover(Sayings):
                 self._set_role(index, "out")
 
     def _set_role(self, index: int, role: str) -> None:
-        old = self.sources[index]
-        self.sources[index] = replace(old, role=role)
-        self._alive.append(old.labels())
-        self._whole[id(self.sources[index].labels())] = old.first
-        self._by_key[old.name, old.view, old.dims] = self.sources[index]
-        self._used_bare.pop(old.first, None)
+        self.labels.set_role(index, role)
+        source = self.sources[index]
+        self._by_key[source.name, source.view, source.dims] = source
+        self._used_bare.pop(source.first, None)
         self._settled = False
 
     def _check_computed(self, axis: SourceAxis) -> None:
@@ -265,20 +237,13 @@ class Discover(Sayings):
         self._couple(axis.units, head, call)
 
     def _couple(self, a: torch.Tensor, b: torch.Tensor, call: Call) -> None:
-        left, right = a.reshape(-1).numpy(), b.reshape(-1).numpy()
-        whole = self._whole.get(id(a)), self._whole.get(id(b))
-        if None in whole or a.shape != b.shape:
-            self._joins.append((left, right))
-        else:
-            self._same.append(whole)  # type: ignore[arg-type]
-        self.meetings.setdefault(call.node, []).append((left, right))
+        self.meetings.setdefault(call.node, []).append(self.labels.join(a, b))
 
     def freeze(self, axis: Axis, reason: str, call: Call | None, line: str = "") -> None:
-        units = axis.units.reshape(-1)
-        self._joins.append((units.numpy(), np.full(len(units), FROZEN)))
+        self.labels.freeze(axis.units)
         name = call.name if call else ""
         line = call.node.meta.get("where", "") if call else line
-        self.frozen.append(Note(units, reason, name, line))
+        self.frozen.append(Note(axis.units.reshape(-1), reason, name, line))
 
     def approximate(self, axis: Axis, call: Call) -> None:
         self._spoken = None
@@ -291,15 +256,13 @@ class Discover(Sayings):
     def rectangle(self, axis: Axis, call: Call | None) -> None:
         if len(axis.dims) > 1:
             self._spoken = None
-        if len(axis.dims) > 1 and id(axis.units) not in self._rectangles:
-            self._alive.append(axis.units)
             where = call.name if call else (axis.source.name if axis.source else "")
-            self._rectangles[id(axis.units)] = Rectangle(axis.units, set(), where)
+            self._rectangles.of(axis, where)
 
     def follow(self, blank: Axis, axis: Axis, call: Call) -> None:
         self._spoken = None
         at = [axis.dims.index(d) for d in blank.dims]
-        rectangle = self._rectangles.get(id(axis.units))
+        rectangle = self._rectangles.get(axis)
         if rectangle is None or not set(at) <= rectangle.held:  # what is held does not shrink
             index = tuple(slice(None) if i in at else 0 for i in range(axis.units.dim()))
             self.join(Axis(blank.dims, axis.units[index]), blank, call)
@@ -331,16 +294,8 @@ class Discover(Sayings):
 
     def hold(self, axis: Axis, dims: Iterable[int], *, rather: bool = False) -> None:
         self._spoken = None
-        held = {i for i, d in enumerate(axis.dims) if d in set(dims)}
-        if id(axis.units) not in self._rectangles:
-            self._alive.append(axis.units)
-            where = axis.source.name if axis.source else "the code that cuts them"
-            self._rectangles[id(axis.units)] = Rectangle(axis.units, set(), where)
-        rectangle = self._rectangles[id(axis.units)]
-        if rather:
-            rectangle.rather |= held
-        else:
-            rectangle.held |= held
+        where = axis.source.name if axis.source else "the code that cuts them"
+        self._rectangles.hold(axis, dims, where, rather=rather)
 
     # -- the answer -----------------------------------------------------------------------------
 
@@ -349,7 +304,7 @@ class Discover(Sayings):
             natural, frozen = self._solve()
             # Classes that stay are one class, 0; no class of its own has that number.
             classes = np.where(frozen[natural], 0, natural + 1)
-            stuck = [r for r in self._rectangles.values() if self._is_stuck(r, classes)]
+            stuck = [r for r in self._rectangles if r.is_stuck(classes)]
             if not stuck:
                 break
             for rectangle in stuck:
@@ -358,12 +313,9 @@ class Discover(Sayings):
                     continue
                 reason = f"every slice has to stay for {rectangle.where}"
                 self.freeze(Axis((0,), rectangle.units.reshape(-1)), reason, None)
-        bins = [
-            bin_ for rectangle in self._rectangles.values()
-            if (bin_ := self._cut_rectangle(rectangle, classes)) is not None
-        ]  # fmt: skip
-        owners = self._owners()
-        components = self._components(natural, owners, bins).astype(np.int64)
+        bins = [b for r in self._rectangles if (b := r.bin(classes)) is not None]
+        owners = self.labels.owners()
+        components = self.labels.groups(natural, owners, bins)
         group_of = components[natural]
         return Relations(
             self.sources,
@@ -371,7 +323,7 @@ class Discover(Sayings):
             np.concatenate([[-1], components]),
             owners,
             group_of,
-            _members(owners, group_of, len(self.sources)),
+            self.labels.members(owners, group_of),
             bins,
             self.frozen,
             self.counted,
@@ -388,65 +340,10 @@ class Discover(Sayings):
 
     def _solve(self) -> tuple[np.ndarray, np.ndarray]:
         """(class of each label, whether each class stays)."""
-        classes, frozen = self.joined()
+        classes, frozen = self.labels.joined()
         owned = np.zeros(len(frozen), dtype=bool)  # what no parameter has a part in stays
-        owned[classes[self._owners() >= 0]] = True
+        owned[classes[self.labels.owners() >= 0]] = True
         return classes, frozen | ~owned
-
-    def joined(self) -> tuple[np.ndarray, np.ndarray]:
-        """(class of each label, whether each class was joined to what stays)."""
-        classes = same = self._one_by_one()
-        empty = np.zeros(0, dtype=np.int64)
-        left = np.concatenate([empty, *(a for a, _ in self._joins)])
-        right = np.concatenate([empty, *(b for _, b in self._joins)])
-        real = (left != FROZEN) & (right != FROZEN)
-        if real.any():
-            classes = components_of(same[left[real]], same[right[real]], self._next)[same]
-        classes = renumbered(classes)
-        frozen = np.zeros(int(classes.max()) + 1, dtype=bool)
-        frozen[classes[np.maximum(left[~real], right[~real])]] = True
-        frozen[classes[FROZEN]] = True
-        return classes, frozen
-
-    def _one_by_one(self) -> np.ndarray:
-        """For each label the lowest that it is joined to where whole axes are, slice by slice: most
-        are, and no search over all labels is needed for them."""
-        leader = {source.first: source.first for source in self.sources}
-
-        def led(first: int) -> int:
-            while leader[first] != first:
-                leader[first] = first = leader[leader[first]]
-            return first
-
-        for pair in self._same:
-            low, high = sorted(map(led, pair))
-            leader[high] = low
-        same = np.arange(self._next)
-        for source in self.sources:
-            first = led(source.first)
-            same[source.first : source.first + source.size] = np.arange(first, first + source.size)
-        return same
-
-    def _owners(self) -> np.ndarray:
-        owners = np.full(self._next, -1)
-        for i, source in enumerate(self.sources):
-            owners[source.first : source.first + source.size] = i
-        return owners
-
-    def _components(self, natural: np.ndarray, owners: np.ndarray, bins: list[Bin]) -> np.ndarray:
-        """Group of each natural class: classes made by one producer, or balanced with each other.
-
-        A layer that reads (or normalises) the channels of several producers does not couple them.
-        """
-        made = np.zeros(int(natural.max()) + 1, dtype=bool)
-        out = np.array([*(s.role == "out" for s in self.sources), False])[owners]
-        made[natural[out]] = True
-        links = [_chained(owners, natural, out)]
-        links.append(_chained(owners, natural, (owners >= 0) & ~made[natural]))
-        rows = [distinct(bin_.rows[bin_.rows > 0]) - 1 for bin_ in bins]
-        links += [(row[:-1], row[1:]) for row in rows]
-        left, right = (np.concatenate(sides) for sides in zip(*links, strict=True))
-        return components_of(left, right, len(made))
 
     def shared_in_vain(self, relations: Relations) -> set[str]:
         """Tensors that are the same for every head (a norm's weight, a rotary table), where that
@@ -456,7 +353,7 @@ class Discover(Sayings):
         made = {s.name for s in self.sources if s.role == "out"} - buffers
         made -= {fixed.name for fixed in fixed_tensors(self.modules)}
         found: set[str] = set()
-        for rectangle in self._rectangles.values():
+        for rectangle in self._rectangles:
             classes = distinct(relations.classes[rectangle.units.numpy()])
             if len(classes) > 1 or classes[0] == 0 or len(varying(rectangle.units)) < 2:
                 continue
@@ -465,45 +362,6 @@ class Discover(Sayings):
                     owners = distinct(relations.owners[labels])
                     found |= {self.sources[i].name for i in owners if i >= 0}
         return found - made
-
-    def _is_stuck(self, rectangle: Rectangle, classes: np.ndarray) -> bool:
-        """Whether units lie along held dimensions only: none can go, and some could till now."""
-        units = torch.from_numpy(classes[rectangle.units.numpy()])
-        dims = varying(units)
-        held = rectangle.held | rectangle.rather
-        return bool(dims) and set(dims) <= held and bool((units > 0).any())
-
-    def _cut_rectangle(self, rectangle: Rectangle, classes: np.ndarray) -> Bin | None:
-        """How an array of units over several dimensions may shrink: one dimension gives, each
-        slice along the others loses equally many."""
-        units = torch.from_numpy(classes[rectangle.units.numpy()])
-        dims = varying(units)
-        if len(dims) < 2:
-            return None
-        held = rectangle.held | rectangle.rather
-        free = [d for d in dims if d not in held] or list(dims)
-        ragged = max(free, key=lambda d: units.size(d))
-        rows = units.movedim(ragged, -1).reshape(-1, units.size(ragged)).numpy()
-        rows = distinct_rows(rows)
-        return Bin(rows, rectangle.where) if len(rows) > 1 else None
-
-
-def _chained(
-    owners: np.ndarray, natural: np.ndarray, chosen: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """The classes of each axis' chosen labels, one after the other, in pairs."""
-    labels = np.flatnonzero(chosen)
-    left, right = labels[:-1], labels[1:]
-    same = owners[left] == owners[right]
-    return natural[left[same]], natural[right[same]]
-
-
-def _members(owners: np.ndarray, group_of: np.ndarray, count: int) -> np.ndarray:
-    """Which groups have slices in which axes, the last axis first."""
-    owned = owners >= 0
-    size = int(group_of.max()) + 1
-    keys = distinct((count - 1 - owners[owned]) * size + group_of[owned])
-    return np.stack([keys % size, count - 1 - keys // size], 1)
 
 
 def _is_plain(value: Any) -> bool:
