@@ -135,7 +135,7 @@ class Discover(Sayings):
     def source(self, value: Named, roles: Roles, view: tuple[int, ...] | None) -> Channels:
         shape = value.spec.shape
         view = shape if view is None else view
-        if not value.spec.is_inexact or value.name in self._rigid:
+        if value.spec.is_index or value.name in self._rigid:
             return Channels(view, (), self.one(value))
         axes = []
         for role, dims in roles.items():

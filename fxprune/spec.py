@@ -28,6 +28,12 @@ class Spec:
         """Whether it holds real or complex numbers: what channels are made of."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
+    @property
+    def is_index(self) -> bool:
+        """Whether its numbers may say which slices are meant, as those of flags and of channels'
+        own values do not."""
+        return not self.is_inexact and self.dtype != torch.bool
+
 
 def spec(value: Any) -> Any:
     """``value`` with a :class:`Spec` in the place of each tensor."""

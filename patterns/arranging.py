@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from fxprune.patterns.shape import hold_literals, sizes_of, with_sizes
 from torch import fx, nn
 from torch.nn import functional as F
@@ -126,6 +127,15 @@ def roll(a, call):
     if not dims:
         return a.unknown(call)
     return a.freeze_dims(x, [d % len(x.shape) for d in dims], "they are rolled by a number", call)
+
+
+@register(torch.Tensor.unfold)
+def windows(a, call):
+    """y[..., l, ..., k] = x[..., l·step + k, ...]: windows along one dimension, laid out last."""
+    x = call.channels()
+    dim = call.arg(1, "dimension") % max(len(x.shape), 1)
+    x = a.freeze_dims(x, [dim], "windows of a stated size are taken there", call)
+    return remap(x, {d: d for d in range(len(x.shape)) if d != dim}, call.shape)
 
 
 @register("pixel_shuffle")

@@ -51,7 +51,16 @@ def hold_literals(a, call, y, literal):
     return y
 
 
-@register("view_as", "reshape_as", "flatten", "ravel", kind="flatten")
+@register("view_as", "reshape_as", kind="flatten")
+def view_as(a, call):
+    """The same elements under the shape of another tensor, which keeps as many slices."""
+    other = call.channels(1, "other")
+    y = a.view(call, call.channels(), call.shape)
+    a.meet(call, [y, other], shape=call.shape)
+    return y
+
+
+@register("flatten", "ravel", kind="flatten")
 @register(nn.Flatten, kind="flatten")
 def flatten(a, call):
     """The same elements in their order: y.reshape(-1) = x.reshape(-1)."""

@@ -341,3 +341,76 @@ def test_an_attribute_may_be_called_size():
               b=nn.Linear(8, 3))  # fmt: skip
     plan, small = check(net, rows())
     assert small.a.out_features == 4
+
+
+def flagged(forward):
+    net = Net(forward, a=nn.Linear(5, 8), head=nn.Linear(8, 3))
+    net.register_buffer("flags", torch.arange(8) % 3 > 0)
+    return net
+
+
+@pytest.mark.parametrize("chosen", [
+    lambda flags, y: torch.where(flags, y, y.cos()), lambda flags, y: y.masked_fill(~flags, 0.3),
+    lambda flags, y: y * flags, lambda flags, y: y + flags.to(y),
+    lambda flags, y: torch.where(flags & (y > 0.1), y, 0.2),
+], ids=["where", "filled", "times", "cast", "and"])  # fmt: skip
+def test_flags_of_channels_shrink_with_them(chosen):
+    net = flagged(lambda s, x: s.head(chosen(s.flags, s.a(x).sigmoid())))
+    plan, small = check(net, rows())
+    assert small.flags.equal(net.flags[plan.kept["flags"][0]]) and len(small.flags) == 4
+
+
+def test_flags_that_choose_which_channels_are_read_stay():
+    net = flagged(lambda s, x: s.head2(s.a(x).sigmoid()[:, s.flags]))
+    net.head2 = nn.Linear(5, 3)
+    check(net, rows(), shrinks=False)
+
+
+def test_windows_along_time_leave_channels_alone():
+    def forward(s, x):
+        y = s.a(x).sigmoid().unfold(-1, 4, 2)
+        return s.head(y.permute(0, 2, 1, 3).flatten(2))
+
+    net = Net(forward, a=nn.Conv1d(6, 8, 3, padding=1), head=nn.Linear(32, 3))
+    plan, small = check(net, steps(9))
+    assert small.head.in_features == 16
+
+
+def test_windows_along_channels_keep_them():
+    net = Net(lambda s, x: s.head(s.a(x).unfold(1, 4, 2)), a=nn.Linear(5, 8), head=nn.Linear(4, 3))
+    check(net, rows(), shrinks=False)
+
+
+@pytest.mark.parametrize("as_other", [torch.Tensor.view_as, torch.Tensor.reshape_as])
+def test_a_view_as_another_tensor_is_as_wide_as_that(as_other):
+    def forward(s, x):
+        a, b = s.a(x).sigmoid(), s.b(x).cos()
+        return s.c(as_other(a.flatten(1), b)), s.d(b)
+
+    net = Net(forward, a=nn.Conv2d(3, 8, 3, padding=1), b=nn.Conv2d(3, 8, 1),
+              c=nn.Conv2d(8, 3, 1), d=nn.Conv2d(8, 2, 1))  # fmt: skip
+    plan, small = check(net, image(3))
+    assert small.a.out_channels == small.b.out_channels == 4
+
+
+def test_a_view_as_a_tensor_that_stays_stays():
+    def forward(s, x):
+        other = x.mean(1, keepdim=True).expand(-1, 8, -1, -1)
+        return s.c(s.a(x).sigmoid().flatten(2).view_as(other))
+
+    net = Net(forward, a=nn.Conv2d(3, 8, 3, padding=1), c=nn.Conv2d(8, 3, 1))
+    check(net, image(3), shrinks=False)
+
+
+def test_what_stays_by_way_of_others_says_what_it_hangs_together_with():
+    """A table that the code computes is written into a tensor that channels meet."""
+
+    def forward(s, x):
+        y = s.a(x)
+        table = torch.zeros(y.shape[1:], dtype=y.dtype)
+        table[:, 0::2] = torch.arange(4, dtype=y.dtype).sin()
+        table[:, 1::2] = torch.arange(4, dtype=y.dtype).cos()
+        return s.head((y + table).sigmoid())
+
+    plan, _ = check(Net(forward, a=nn.Linear(8, 8), head=nn.Linear(8, 3)), steps(), shrinks=False)
+    assert "fixed width in set_item" in dict(plan.skipped)["a"]

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..channels import SourceAxis
@@ -98,7 +99,10 @@ class Scorer:
             chosen = {name: _choose(found, name) for name in axes}
         else:
             chosen = dict.fromkeys(axes, found)
-        self._axes = axes
+        self._axes = axes = {
+            name: [a for a in own if context.trace.tensor(a.name).dtype != torch.bool]
+            for name, own in axes.items()
+        }  # flags, such as a mask that a model keeps, weigh nothing
         size = int(context.relations.classes.max(initial=0)) + 1
         every = {a.first: a for own in axes.values() for a in own}
         self._slices = {  # once for all groups that have a part in an axis; units are classes
