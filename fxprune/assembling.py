@@ -180,7 +180,9 @@ def _skipped(planner: Planner, result: PruningPlan) -> list[tuple[str, str]]:
         if path not in planner.trace.called and not names & used:
             skipped.append((path, "it is not called on the example input"))
         elif hooked and path in planner.trace.called:
-            skipped.append((path, f"a hook computes its {hooked}"))
+            skipped.append(
+                (path, f"a hook computes its {hooked}, where a parametrization could be pruned")
+            )
         elif not names & used:
             skipped.append((path, "fxprune has no pattern for how its weight is used"))
     return list(dict.fromkeys(skipped))

@@ -175,7 +175,10 @@ def test_the_weights_that_a_hook_computes_are_named_as_the_reason():
     net = nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 8)), nn.GELU(), nn.Linear(8, 3))
     with pytest.warns(fxprune.PruningWarning, match="nothing of Sequential can be pruned"):
         plan = fxprune.plan(net, X.float())
-    assert dict(plan.skipped)["0"] == "a hook computes its weight"
+    assert (
+        dict(plan.skipped)["0"]
+        == "a hook computes its weight, where a parametrization could be pruned"
+    )
 
 
 class Child(nn.Module):
