@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,23 +43,3 @@ class Free(Discover):
 
     def of(self, units: Tensor) -> np.ndarray:
         return self.classes[units.numpy()]
-
-
-@dataclass
-class OldSizes:
-    """As :class:`fxprune.widths.NewSizes`, at the widths of the layer as it is."""
-
-    views: dict[str, tuple[int, ...]]
-    input: tuple[int, ...]
-    spec: Any
-
-    @property
-    def result(self) -> Any:
-        return self.spec.shape if isinstance(self.spec, Spec) else [s.shape for s in self.spec]
-
-    @property
-    def before(self) -> tuple[int, ...]:
-        return self.input
-
-    def keep(self, dim: int) -> None:
-        return None

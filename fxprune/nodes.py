@@ -13,6 +13,7 @@ import operator
 import sys
 import weakref
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -293,10 +294,14 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def where() -> str:
-    """File and line of the innermost frame that is neither PyTorch's nor ours."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_LIBRARY):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    """File and line of the model's code that runs."""
+    frame = frame_of_model()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def frame_of_model() -> FrameType | None:
+    """The innermost frame that is neither PyTorch's nor ours."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY):
         frame = frame.f_back
-    return ""
+    return frame

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, fx
 
 from . import tree
-from .alone import Free, OldSizes
+from .alone import Free
 from .call import node_name
 from .channels import Axis, Channels, SourceAxis, distinct
 from .ops import argument_names
 from .recording import Trace
 from .running import read_attribute, run_node, tensors_of
+from .widths import OldSizes
 
 _CONSTANT = 1.7
 _SLICES = 8  # of one dimension that are perturbed, one at a time

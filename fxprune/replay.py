@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from . import registry
 from .answers import wrong_answers
-from .call import Call, Named, Roles
+from .call import Call, Named, Roles, leaves
 from .channels import Axis, Channels, SourceAxis
 from .faults import Fault, WrongSize, same_sizes
 from .layout import broadcast_shape, view_dims
@@ -26,7 +26,7 @@ from .orders import Mismatch, Orders, matching
 from .recording import Trace
 from .relations import Relations
 from .running import read_attribute
-from .widths import NewSizes
+from .widths import NewSizes, OldSizes
 
 
 class Replay(Orders):
@@ -176,11 +176,26 @@ class Replay(Orders):
         for (position, name), needed in found.items():
             given = position < len(call.args)
             computed = call.args[position] if given else call.kwargs.get(name)
+            if any(leaves(computed)):
+                computed = self._as_told(call, (position, name), computed)
             written = call.node.args[position] if given else call.node.kwargs.get(name)
             if not same_sizes(computed, needed, written):
                 units = self.units_around(call.node)
                 self.blame(WrongSize(units, call.node, (position, name), computed, needed, instead))
             self._give(call, (position, name), needed)
+
+    def _as_told(self, call: Call, place: tuple[int, str], computed: Any) -> Any:
+        """Sizes with what tensors among them tell, which is what they told: no width of channels
+        where that is what the size was."""
+        old = OldSizes({}, (), call.spec)
+        before = call.pattern.resize(call, old).get(place)  # type: ignore[union-attr, misc, arg-type]
+        if isinstance(computed, (Channels, Named)) and isinstance(before, int):
+            return before
+        several = isinstance(before, (tuple, list)) and isinstance(computed, (tuple, list))
+        if not several or len(before) != len(computed):
+            return computed
+        pairs = zip(computed, before, strict=True)
+        return [b if any(leaves(c)) and isinstance(b, int) else c for c, b in pairs]
 
     def _give(self, call: Call, place: tuple[int, str], value: Any) -> None:
         position, name = place

@@ -65,6 +65,26 @@ class NewSizes:
         raise Mismatch(self.replay.labels_of(call, tensor), reason, call)
 
 
+@dataclass
+class OldSizes:
+    """As :class:`NewSizes`, at the widths of the model as it is."""
+
+    views: dict[str, tuple[int, ...]]
+    input: tuple[int, ...]
+    spec: Any
+
+    @property
+    def result(self) -> Any:
+        return self.spec.shape if isinstance(self.spec, Spec) else [s.shape for s in self.spec]
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        return self.input
+
+    def keep(self, dim: int) -> None:
+        return None
+
+
 class Left:
     """Which slices stay along one dimension of a tensor; where channels are cut in parts, in each
     of these. What is asked of it has to be the same in all of them."""
