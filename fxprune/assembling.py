@@ -58,7 +58,8 @@ def assemble(planner: Planner, replay: Replay) -> PruningPlan:
     result.attributes |= announced(planner.trace, replay, read | result.attributes.keys())
     _configure(planner, result, replay)
     # Where there is a target, its budget says so.
-    if planner.budget is None and result.groups and all(g.frozen for g in result.groups):
+    some = result.groups or result.skipped
+    if planner.budget is None and some and all(g.frozen for g in result.groups):
         reasons = "; ".join(f"{what}: {why}" for what, why in result.skipped[:5])
         reasons = reasons or "no call in it uses parameters in a way that says what channels are"
         warn(f"nothing of {type(planner.trace.model).__name__} can be pruned. {reasons}")

@@ -351,6 +351,8 @@ class _Recorder(TorchFunctionMode):
             return self._read_size(func, args, kwargs)
         kind, target = "call_function", func
         name = getattr(func, "__name__", "")
+        if name == "new" and len(args) > 1 and isinstance(args[1], torch.Size):
+            args = (args[0], *args[1])  # it would take a tuple for data
         if name == "__len__":
             return self._read_length(func, args)
         if name in ("numel", "nelement"):
@@ -371,7 +373,8 @@ class _Recorder(TorchFunctionMode):
         value = func(*args, **kwargs)
         node = self.nodes.tensor(args[0])
         if isinstance(value, torch.Size):
-            return sizes.traced_size(node, value)
+            frame = frame_of_model()
+            return sizes.traced_size(node, value, frame and frame.f_code)
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
         return sizes.traced(value, sizes.Dimension(node, int(dim) % args[0].dim()))
 

@@ -121,9 +121,19 @@ class TracedSize(tuple):
         return torch.Size, (tuple(map(plain, self)),)
 
 
-def traced_size(source: Any, size: torch.Size) -> TracedSize:
-    """``size`` with items that know that they are dimensions of ``source``."""
-    return TracedSize([traced(n, Dimension(source, i)) for i, n in enumerate(size)])
+def traced_size(source: Any, size: torch.Size, code: types.CodeType | None = None) -> Any:
+    """``size`` with items that know that they are dimensions of ``source``.
+
+    Args:
+        code: that asks for it. Where it names an old type of tensors (``torch.FloatTensor(size)``),
+            which takes all but PyTorch's own class for data, that is what it gets.
+    """
+    items = [traced(n, Dimension(source, i)) for i, n in enumerate(size)]
+    old = code is not None and not _OLD_TYPES.isdisjoint(code.co_names)
+    return torch.Size(items) if old else TracedSize(items)
+
+
+_OLD_TYPES = frozenset(name for name in dir(torch) if name.endswith("Tensor"))
 
 
 def plain(number: Any) -> Any:

@@ -38,6 +38,21 @@ def is_data(item):
     return any(isinstance(part, (Channels, Named, list)) for part in parts)
 
 
+def varies(a, number):
+    """Whether a number of the graph is made of sizes that other inputs may have otherwise."""
+    if not isinstance(number, fx.Node):
+        return False
+    if number.target == "size":
+        x, dim = a.values.get(number.args[0]), number.args[1]
+        return isinstance(x, Channels) and x.axis(dim) is None
+    return any(varies(a, source) for source in number.all_input_nodes)
+
+
+def is_read_in_part(a, item):
+    """Whether a slice begins or ends where the input says so: other inputs read more."""
+    return isinstance(item, slice) and any(varies(a, n) for n in (item.start, item.stop))
+
+
 def is_full(item):
     return isinstance(item, slice) and item == slice(None)
 
@@ -134,7 +149,16 @@ def getitem(a, call):
     masks = [n for n in call.node.all_input_nodes[1:] if is_mask(n)]
     if masks:
         return a.unknown(call, f"positions that are data are read from it in {call.name}")
-    return pick(a, call, call.channels(), call.arg(1, "index"), call.shape)
+    x = call.channels()
+    parts = per_dim(x, call.node.args[1])
+    x = as_far_as(a, call, x, [d for _, d, item in parts if is_read_in_part(a, item)])
+    return pick(a, call, x, call.arg(1, "index"), call.shape)
+
+
+def as_far_as(a, call, x, dims):
+    """``x``, of which the input's sizes say how much is read along ``dims``."""
+    reason = f"how much of it {call.name} reads depends on the input"
+    return a.freeze_dims(x, dims, reason, call)
 
 
 def anywhere(a, call, x, dim):

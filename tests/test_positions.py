@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .oracle import check
+from .oracle import check, difference, run
 from .test_constructs import Net
 
 
@@ -210,3 +210,42 @@ def test_halves_of_a_parameter_by_a_width(halves):
 
     plan, small = check(Scores(), drawn(2, 6, 5))
     assert small.a.out_features == 4 and small.both.shape == (8, 1)
+
+
+@pytest.mark.parametrize("read", [
+    lambda table, t: table[:, :t], lambda table, t: table[:, -t:],
+    lambda table, t: table[:, 1 : t + 1], lambda table, t: table.narrow(1, 0, t),
+], ids=["first", "last", "between", "narrow"])  # fmt: skip
+def test_positions_that_the_example_does_not_reach_stay(read):
+    def forward(s, x):
+        return s.head(s.b(s.a(x) + s.c(read(s.table, x.shape[1]))).sigmoid())
+
+    table = nn.Parameter(torch.randn(1, 17, 6, generator=torch.Generator().manual_seed(2)))
+    net = Net(forward, table=table, a=nn.Linear(8, 6), c=nn.Linear(6, 6), b=nn.Linear(6, 6),
+              head=nn.Linear(6, 3))  # fmt: skip
+    x = torch.randn(2, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plan, small = check(net, x)
+    assert small.table.shape[1] == 17
+    longer = torch.cat([x, x.cos()], 1)
+    assert difference(run(plan.mask(net), longer), run(small, longer)) < 1e-9
+
+
+def test_positions_past_a_written_end_are_read_by_nobody():
+    net = Net(lambda s, x: s.head(s.a(x)[:, :4].sigmoid()), a=nn.Linear(8, 16),
+              head=nn.Linear(4, 3))  # fmt: skip
+    check(net, torch.ones(2, 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("filled", [
+    lambda h: torch.FloatTensor(h.size()).fill_(0.3),
+    lambda h: torch.FloatTensor(h.shape).fill_(0.3), lambda h: torch.BoolTensor(h.size()).fill_(1),
+    lambda h: torch.Tensor(h.shape[1:]).fill_(0.3), lambda h: h.new(h.size()).fill_(0.3),
+    lambda h: h.new(h.shape[1:]).fill_(0.3),
+], ids=["float", "shape", "flags", "Tensor", "new", "new of a part"])  # fmt: skip
+def test_old_types_of_tensors_take_sizes_for_sizes(filled):
+    net = Net(lambda s, x: s.head((s.a(x) * filled(s.a(x))).sigmoid()),
+              a=nn.Conv1d(3, 8, 3, padding=1), head=nn.Conv1d(8, 2, 1))  # fmt: skip
+    seen = []
+    net.a.register_forward_hook(lambda m, args, y: seen.append(filled(y).shape))
+    check(net, drawn(2, 3, 8), shrinks=False)
+    assert seen[0][-2:] == (8, 8)
