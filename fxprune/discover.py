@@ -84,6 +84,9 @@ class Discover(Sayings):
         self.sources = self.labels.sources
         self._by_key: dict[tuple, SourceAxis] = {}
         self._by_name: dict[str, list[int]] = {}  # of a tensor, its axes among the sources
+        self._ruled: dict[
+            str, set[int]
+        ] = {}  # of one that a layer uses, the dimensions it spoke of
         self._settled = True  # no slice has spoken that has another role now
         self._used_bare: dict[int, int] = {}  # those that are used bare, by first label
         # Why a computed tensor cannot be set, "" where it can or is a tensor of the model itself.
@@ -105,6 +108,10 @@ class Discover(Sayings):
 
     def run(self) -> None:
         super().run()
+        for source in self.sources:
+            if self._ruled.get(source.name, {*source.dims}).isdisjoint(source.dims):
+                axis = Axis(source.dims, source.labels())
+                self.freeze(axis, f"a layer reads {source.name} whole along them", None)
         for node, reason, line in self.trace.kept_whole:
             for item in leaves(self.values[node]):
                 for axis in self.channels(item).axes:
@@ -139,6 +146,8 @@ class Discover(Sayings):
             return Channels(view, (), self.one(value))
         axes = []
         for role, dims in roles.items():
+            if not role.startswith("bare"):
+                self._ruled.setdefault(value.name, set()).update(dims)
             key = (value.name, view, dims)
             if all(view[d] == 1 for d in dims) or any(view[d] == 0 for d in dims):
                 continue

@@ -55,13 +55,19 @@ class Nodes:
         self.named |= {id(t): name for name, t in named_tensors(modules)}
         self._modules = modules
         # Buffers and attributes: where they are held, and in which memory. A parameter that a model
-        # writes to (weight.data.clamp_(-1, 1)) is no state of its run.
+        # writes to (weight.data.clamp_(-1, 1)) is no state of its run; one that gets other memory
+        # (weight.data = weight.data.renorm(2, 0, 1)) would not get it beneath a mask.
         spaces: list[dict[str, Any]] = [module._buffers for module in modules.values()]
         held: list[tuple[dict[str, Any], str, torch.Tensor]] = [
             (space, key, t) for space in spaces for key, t in space.items() if t is not None
         ]
         held += [(vars(each.module), each.key, each.tensor) for each in fixed]
         self._held = [(*one, _memory(one[2])) for one in held if one[2].layout == torch.strided]
+        self._parameters = {
+            _memory(p): p for module in modules.values() for p in module._parameters.values()
+            if p is not None and p.layout == torch.strided
+        }  # fmt: skip
+        self.written: set[str] = set()  # those that it writes to
         self.constants: dict[str, Any] = {}
         self.kept_whole: list[tuple[fx.Node, str, str]] = []
         self._handing = False
@@ -238,6 +244,9 @@ class Nodes:
         for space, key, own, memory in self._held:
             if space.get(key) is not own or _memory(own) != memory:
                 self._written(own, "")
+        for memory, parameter in self._parameters.items():
+            if _memory(parameter) != memory:
+                self._written(parameter, "")
         read = {node.target: node for node in self.graph.nodes if node.op == "get_attr"}
         for kept, place in kept_besides(self._modules).items() if read else ():
             node = read.get(self.named.get(kept, ""))
@@ -266,6 +275,8 @@ class Nodes:
         for _, _, own, memory in self._held:
             if memory == storage:
                 self._written(own, where())
+        if storage in self._parameters:
+            self.written.add(self.named[id(self._parameters[storage])])
         for key, (reference, before, path) in list(self._known.items()):
             other = reference()
             if other is None:

@@ -336,7 +336,7 @@ class Planner:
             if source.name not in named and source.role == "out":
                 no_carrier[self.relations.of(source)] = True
         for read in constants.reads:
-            if not read.border:
+            if not read.border or read.axis.name in self.trace.written:
                 continue
             units = torch.from_numpy(self.relations.of(read.axis))
             value = torch.where(read.dead, torch.nan_to_num(read.constant), 0.0).abs()

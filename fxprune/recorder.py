@@ -163,6 +163,7 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
         recorder.called,
         nodes.named,
         nodes.kept_whole,
+        nodes.written,
     )
 
 

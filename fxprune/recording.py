@@ -48,6 +48,9 @@ class Trace:
     called: set[str]  # paths of all modules that ran
     names: dict[int, str]  # id of a tensor of the model -> its name
     kept_whole: list[tuple[fx.Node, str, str]]  # (tensor, why nothing of it can go, where)
+    # Parameters that the run writes to (weight.data.mul_(mask)): they are cut, but what they hold
+    # is the model's affair.
+    written: set[str] = field(default_factory=set)
     # Tensors of leaf modules as values of the algebra, as far as they have been asked for.
     members: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)
     # Dimensions of a tensor, by its name, that one axis lies over where code uses it by itself.

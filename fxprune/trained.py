@@ -7,6 +7,7 @@ pruned model could not be trained any more.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from torch import fx
@@ -53,14 +54,22 @@ def in_training_alone(
 
 
 def _live(trace: Trace) -> set[fx.Node]:
-    """The calls that the model's outputs depend on."""
+    """The calls that the model's outputs depend on, those that write to a parameter too
+    (``weight.data.clamp_(-1, 1)``)."""
     waiting = [node for node in trace.graph.nodes if node.op == "output"]
+    writing: dict[Any, list[fx.Node]] = {}
+    for node in trace.graph.nodes:
+        if node.op == "call_method" and str(node.target).endswith("_"):
+            written = node.args[0]
+            while isinstance(written, fx.Node) and written.target is getattr:
+                written = written.args[0]
+            writing.setdefault(written, []).append(node)
     live: set[fx.Node] = set()
     while waiting:
         node = waiting.pop()
         if node not in live:
             live.add(node)
-            waiting += node.all_input_nodes
+            waiting += [*node.all_input_nodes, *writing.get(node, ())]
     return live
 
 

@@ -21,6 +21,8 @@ def narrow_attention(
     or are narrower than when they were trained: ``head_dim`` sets the scale only."""
     if is_causal and attn_mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+    if query.is_nested:
+        return _of_several_lengths(self, query), None
     batched = query.dim() == 3
     if not batched:
         query, key, value = (t.unsqueeze(0) for t in (query, key, value))
@@ -65,6 +67,17 @@ def narrow_attention(
     if not batched:
         return y.squeeze(0), attended
     return y if self.batch_first else y.transpose(0, 1), attended
+
+
+def _of_several_lengths(self, x: torch.Tensor) -> torch.Tensor:
+    """Self-attention over a nested tensor, which ``nn.TransformerEncoder`` makes of padded inputs
+    in eval mode: padded again on the way."""
+    lengths = [len(each) for each in x.unbind()]
+    padded = torch.nested.to_padded_tensor(x, 0.0)
+    padding = torch.arange(padded.shape[1]) >= torch.tensor(lengths)[:, None]
+    padding = padding.to(x.device)
+    y = narrow_attention(self, padded, padded, padded, padding, False)[0]
+    return torch.nested.as_nested_tensor([row[:n] for row, n in zip(y, lengths, strict=True)])
 
 
 def _token(x: torch.Tensor, token: torch.Tensor | float) -> torch.Tensor:

@@ -3,6 +3,8 @@ the oracles."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -414,3 +416,51 @@ def test_what_stays_by_way_of_others_says_what_it_hangs_together_with():
 
     plan, _ = check(Net(forward, a=nn.Linear(8, 8), head=nn.Linear(8, 3)), steps(), shrinks=False)
     assert "fixed width in set_item" in dict(plan.skipped)["a"]
+
+
+class Constrained(nn.Conv2d):
+    """A convolution that does something to its weight before each run."""
+
+    def __init__(self, how, *sizes, **settings):
+        super().__init__(*sizes, **settings)
+        self.how = how
+        mask = torch.ones(self.weight.shape).double()
+        mask[:, :, 2:] = 0
+        self.register_buffer("mask", mask)
+
+    def forward(self, x):
+        if self.how == "masks":
+            self.weight.data *= self.mask
+        elif self.how == "clamps":
+            self.weight.data.clamp_(-0.1, 0.1)
+        elif self.how == "sets":
+            self.weight.data = self.weight.data * self.mask
+        else:
+            self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["masks", "clamps", "sets", "renorms"])
+@pytest.mark.parametrize("norm", [nn.Sigmoid, partial(nn.BatchNorm2d, 8)], ids=["act", "norm"])
+def test_weights_that_the_forward_changes(how, norm):
+    """In place they can shrink; where they get other memory they stay, with all they read."""
+    net = nn.Sequential(Constrained(how, 3, 8, 3, padding=1), norm(), nn.Sigmoid(),
+                        Constrained(how, 8, 12, 3, padding=1), nn.Sigmoid(),
+                        nn.Conv2d(12, 3, 1), nn.Sigmoid(), nn.Conv2d(3, 4, 1))  # fmt: skip
+    net = awake(net)
+    run(net, image(3))  # what is written in place is written once and for all
+    plan, small = check(net, image(3))
+    whole = how in ("sets", "renorms")
+    assert small[0].weight.shape[0] == (8 if whole else 4)
+    assert not whole or "writes to it" in dict(plan.skipped)["3"]
+
+
+def test_a_kernel_that_is_used_as_a_matrix_too_keeps_its_size():
+    def forward(s, x):
+        y = F.conv2d(x, s.w, padding=1).sigmoid()
+        return s.head(y.mean((2, 3))) + s.out(s.a(x.mean((2, 3))).sigmoid() @ s.w.sum((0, 1)))
+
+    net = Net(forward, w=parameter(8, 3, 3, 3), a=nn.Linear(3, 3), head=nn.Linear(8, 2),
+              out=nn.Linear(3, 2))  # fmt: skip
+    plan, small = check(net, image(3))
+    assert small.w.shape == (4, 3, 3, 3)
