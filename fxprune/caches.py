@@ -17,8 +17,11 @@ from .sizes import TracedFloat, TracedInt
 
 _CACHED = functools._lru_cache_wrapper
 # Of these no function is asked with sizes that a model's code has read.
-_OTHERS = frozenset((*sys.stdlib_module_names, "torch", "numpy", "scipy", "networkx", "sympy"))
+_OTHERS = frozenset(
+    (*sys.stdlib_module_names, "fxprune", "torch", "numpy", "scipy", "networkx", "sympy")
+)
 _scanned: dict[str, int] = {}  # name of a module -> its id
+_scanned_last: list[tuple[int, str, int]] = []  # how many there were, and the last one
 _found: list[tuple[Any, str, Any, Any]] = []  # (module or class, name there, cached, stand-in)
 
 
@@ -38,6 +41,11 @@ def passed_by() -> Iterator[None]:
 
 def _scan() -> None:
     """What has been imported since."""
+    last = next(reversed(sys.modules))
+    state = len(sys.modules), last, id(sys.modules[last])
+    if _scanned_last == [state]:
+        return
+    _scanned_last[:] = [state]
     for name, module in list(sys.modules.items()):
         if _scanned.get(name) == id(module):
             continue

@@ -357,6 +357,8 @@ class Discover(Sayings):
     def shared_in_vain(self, relations: Relations) -> set[str]:
         """Tensors that are the same for every head (a norm's weight, a rotary table), where that
         makes one unit of all heads: better they stay, and heads can go."""
+        if not self._spread:
+            return set()
         buffers = {name for name, _ in self.trace.model.named_buffers()}
         # A layer whose heads are shared can shrink, a table of frequencies is only read.
         made = {s.name for s in self.sources if s.role == "out"} - buffers

@@ -76,7 +76,9 @@ def _rows(axis: SourceAxis, order: Tensor) -> dict[int, Tensor]:
 
 
 def _changes(axis: SourceAxis, order: Tensor) -> bool:
-    return order.numel() != axis.size or bool((order.reshape(-1) != torch.arange(axis.size)).any())
+    if order.numel() != axis.size:
+        return True
+    return not torch.equal(order.reshape(-1) + axis.first, axis.labels().reshape(-1))
 
 
 def _dims(pair: tuple[SourceAxis, Tensor]) -> tuple[int, ...]:

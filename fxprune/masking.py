@@ -138,7 +138,7 @@ def check_fits(plan: Any, model: nn.Module) -> None:
         raise PlanError("the model is on the meta device and has no values; load weights first")
     check_bare(model)
     on_model = plan._trace.on(model)
-    for axis in plan._relations.sources:
+    for axis in {axis.name: axis for axis in plan._relations.sources}.values():
         if axis.name in plan._trace.constants:
             continue
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import operator
 import sys
@@ -63,6 +64,9 @@ class Nodes:
         ]
         held += [(vars(each.module), each.key, each.tensor) for each in fixed]
         self._held = [(*one, _memory(one[2])) for one in held if one[2].layout == torch.strided]
+        self._held_in: dict[int, list[torch.Tensor]] = {}  # by memory
+        for _, _, own, memory in self._held:
+            self._held_in.setdefault(memory, []).append(own)
         self._parameters = {
             _memory(p): p for module in modules.values() for p in module._parameters.values()
             if p is not None and p.layout == torch.strided
@@ -272,9 +276,8 @@ class Nodes:
     def changed_in_place(self, changed: torch.Tensor, node: fx.Node, result: Any) -> None:
         """Other live tensors on the memory that ``node`` wrote to are new values from here on."""
         storage = _memory(changed)
-        for _, _, own, memory in self._held:
-            if memory == storage:
-                self._written(own, where())
+        for own in self._held_in.get(storage, ()):
+            self._written(own, where())
         if storage in self._parameters:
             self.written.add(self.named[id(self._parameters[storage])])
         for key, (reference, before, path) in list(self._known.items()):
@@ -313,6 +316,11 @@ def where() -> str:
 def frame_of_model() -> FrameType | None:
     """The innermost frame that is neither PyTorch's nor ours."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY):
+    while frame is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_library(filename: str) -> bool:
+    return filename.startswith(_LIBRARY)

@@ -35,7 +35,7 @@ def read_attribute(root: nn.Module, name: str) -> Any:
     value: Any = root
     for part in name.split("."):
         own = value.__dict__ if isinstance(value, nn.Module) else {}
-        for kind in ("_modules", "_parameters"):  # where getattr() looks last
+        for kind in ("_modules", "_parameters", "_buffers"):  # where getattr() looks last
             if part in own.get(kind, ()):
                 value = own[kind][part]
                 break
@@ -79,7 +79,7 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
         found[path] = module
         for name, child in module._modules.items():
             if child is not None:
-                visit(dotted(path, name), child)
+                visit(f"{path}.{name}" if path else name, child)
 
     visit("", model)
     return found
@@ -193,6 +193,10 @@ def on_cpu() -> Iterator[None]:
         _users_device.reset(token)
 
 
+_EMPTY: dict[str, Any] = {}
+_PLAIN = frozenset((bool, int, float, str, type(None), tuple))
+
+
 @contextlib.contextmanager
 def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     """Eval mode inside; or training mode, but for PyTorch's own layers: a norm might not run in it.
@@ -201,21 +205,26 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     forward writes into parameters stays written, for a copy of all of them would be needed; those
     that it sets are set back. One thread at a time: some of this is the process's."""
     modules = list(dict.fromkeys(modules_of(model).values()))
-    spaces = [
-        (space, dict(space))
-        for m in modules
-        # Parameters, buffers, children and hooks are in dictionaries of their own.
-        for space in (vars(m), *(v for v in vars(m).values() if isinstance(v, dict)))
-    ]
-    lists = [
-        (value, list(value)) for m in modules for value in vars(m).values()
-        if isinstance(value, (list, set, deque))
-    ]  # fmt: skip
-    # Some models count calls or keep caches in their buffers, or attributes, even in eval mode.
-    held: list[Any] = [b for m in modules for b in m._buffers.values() if b is not None]
-    # Those with a history are computed anew before each run (nn.utils.weight_norm).
-    own = (value for m in modules for value in vars(m).values())
-    held += [t for t in own if isinstance(t, Tensor) and t.is_leaf]
+    # Parameters, buffers, children and hooks are in dictionaries of their own, most of them empty.
+    spaces: list[tuple[dict, dict]] = []
+    lists: list[tuple[Any, list]] = []
+    held: list[Any] = []
+    for m in modules:
+        own = vars(m)
+        spaces.append((own, dict(own)))
+        for value in own.values():
+            kind = type(value)
+            if kind in _PLAIN:
+                continue
+            if isinstance(value, dict):
+                spaces.append((value, dict(value) if value else _EMPTY))
+            elif isinstance(value, (list, set, deque)):
+                lists.append((value, list(value)))
+            # Those with a history are computed anew before each run (nn.utils.weight_norm).
+            elif isinstance(value, Tensor) and value.is_leaf:
+                held.append(value)
+        # Some models count calls or keep caches in their buffers, even in eval mode.
+        held += [b for b in m._buffers.values() if b is not None]
     buffers = [
         (b, b.data, b.detach().clone(), None if b.is_inference() else b._version)
         for b in {id(t): t for t in held}.values()

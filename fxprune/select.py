@@ -76,16 +76,19 @@ class Choice:
             found = [*apart, (inside, bins)]
         if rest.any():
             found.append((rest, []))
+        covers = [at for c in self.covers if (at := place(c)).min() >= 0]
         return [
-            self._part(np.flatnonzero(inside), [self.bins[b] for b in sorted(bins)])
+            self._part(np.flatnonzero(inside), [self.bins[b] for b in sorted(bins)], covers)
             for inside, bins in found if inside.any()
         ]  # fmt: skip
 
-    def _part(self, members: np.ndarray, bins: list[np.ndarray]) -> _Part:
-        units = self.units[members]
-        place = _places(units)
-        covers = [c for c in self.covers if place(c).min() >= 0]
-        return _Part(members, units, self.scores[members], bins, covers)
+    def _part(self, members: np.ndarray, bins: list[np.ndarray], covers: list[np.ndarray]) -> _Part:
+        if len(members) == len(self.units):  # they are all
+            return _Part(members, self.units, self.scores, bins, covers)
+        inside = np.full(len(self.units), -1)
+        inside[members] = np.arange(len(members))
+        own = [at for c in covers if (at := inside[c]).min() >= 0]
+        return _Part(members, self.units[members], self.scores[members], bins, own)
 
 
 @dataclass
@@ -94,7 +97,7 @@ class _Part:
     units: np.ndarray
     scores: np.ndarray
     bins: list[np.ndarray]
-    covers: list[np.ndarray]
+    covers: list[np.ndarray]  # positions among the units
 
     def keep(self, sparsity: float, round_to: int) -> np.ndarray:
         partition = self._partition
@@ -132,7 +135,7 @@ class _Part:
         return at if all(np.array_equal(first, rows) for rows in others) else None
 
     def _covered(self, kept: np.ndarray) -> bool:
-        return all(kept[np.isin(self.units, cover)].any() for cover in self.covers)
+        return all(kept[cover].any() for cover in self.covers)
 
     # -- crossing bins: an integer programme ------------------------------------------------------
 
@@ -187,9 +190,9 @@ class _Part:
         matrix = np.concatenate([counts, -total_of], axis=1)
         constraints = [LinearConstraint(matrix, -fixed, -fixed)]
         if self.covers:
-            cover = np.array(
-                [np.concatenate([np.isin(self.units, c), np.zeros(m)]) for c in self.covers]
-            )
+            cover = np.zeros((len(self.covers), n + m))
+            for row, at in zip(cover, self.covers, strict=True):
+                row[at] = 1
             constraints.append(LinearConstraint(cover, 1, np.inf))
         lower = np.zeros(n) if forced is None else forced.astype(float)
         # Mostly the answer in fractions has none, and it is found in a tenth of the time.

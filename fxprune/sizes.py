@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import collections
 import contextlib
 import functools
 import math
@@ -272,7 +273,7 @@ def traced_attributes(model: nn.Module) -> Iterator[None]:
     def wrap(space: dict[str, Any], prefix: str) -> None:
         for key, value in list(space.items()):
             kind = type(value)
-            if kind not in (int, tuple, list) or key.startswith("_"):
+            if kind not in _SIZES or key[:1] == "_":
                 continue
             if kind is int:
                 new: Any = traced(value, Attribute(f"{prefix}{key}"))
@@ -290,7 +291,7 @@ def traced_attributes(model: nn.Module) -> Iterator[None]:
         wrap(vars(m), prefix)
         for key, value in vars(m).items():
             kind: Any = type(value)
-            if _is_configuration(kind) and id(value) not in seen:
+            if kind not in _PLAIN and _is_configuration(kind) and id(value) not in seen:
                 seen.add(id(value))  # one is often shared by many modules
                 wrap(vars(value), f"{prefix}{key}.")
     try:
@@ -299,6 +300,13 @@ def traced_attributes(model: nn.Module) -> Iterator[None]:
         for space, key, old, new in reversed(undo):
             if space.get(key) is new:  # else the model's own code has set it
                 space[key] = old
+
+
+_SIZES = frozenset((int, tuple, list))
+# What most attributes of modules are: no configurations.
+_PLAIN = frozenset(
+    (bool, int, float, str, type(None), tuple, list, dict, set, collections.OrderedDict, TracedInt)
+)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -61,11 +61,12 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border, moves=True
         made = remap(w_out, {0: 0, o: 1}, (groups, makes))
         if reads_one:  # depthwise: a group is one channel with its filters
             taken = remap(parts, {channel: 0}, (groups, 1))
-            met = a.meet(call, [made, taken], zero_by_one, (groups, makes))
+            computed = isinstance(weight, Channels)
+            met = a.meet(call, [made, taken], zero_by_one if computed else None, (groups, makes))
             # Filters of one channel are told apart by their own labels, in the order they have now.
             w_out = call.tensor(weight, {"out": tuple(sorted((0, o)))}, view)
             own = a.emit(remap(w_out, {0: 0, o: 1}, (groups, makes)), (0, 1), None)
-            made = met if isinstance(weight, Channels) else own  # whose removed slices are masked
+            made = met if computed else own  # whose removed slices are masked
         else:
             w_in = call.tensor(weight, {"in": tuple(sorted((0, i)))}, view)
             a.consume(call, parts, w_in, [(channel, 0), (channel + 1, i)], border)
