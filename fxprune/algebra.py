@@ -31,7 +31,7 @@ from .channels import (
 )
 from .layout import broadcast_shape, clusters, pad, place, reshape_groups, shift
 from .meanings import Meanings
-from .recording import Trace, after_write
+from .recording import Trace, after_write, is_size
 from .running import read_from
 from .spec import Spec
 
@@ -102,7 +102,7 @@ class Algebra(Meanings):
             return args[0][args[1]]
         inputs = list(leaves((args, kwargs)))
         if not isinstance(node.meta["spec"], Spec) and (
-            not inputs or node.target in _NUMERIC or node.target == "size"
+            not inputs or node.target in _NUMERIC or is_size(node)
         ):
             return self.number(node, args)
         if node.target is after_write:
@@ -159,6 +159,16 @@ class Algebra(Meanings):
         alone = set(range(len(value.spec.shape))) - {d for dims in together for d in dims}
         axes = sorted([*together, *((d,) for d in alone)])
         return self.source(value, {f"bare{dims[0]}": dims for dims in axes}, None)
+
+    def varies(self, number: Any) -> bool:
+        """Whether a number of the graph is made of sizes that are no widths: other inputs may have
+        others."""
+        if not isinstance(number, fx.Node) or isinstance(number.meta.get("spec"), Spec):
+            return False
+        if not is_size(number):
+            return any(map(self.varies, number.all_input_nodes))
+        x = self.values[number.args[0]]  # type: ignore[index]
+        return isinstance(x, Channels) and x.axis(number.args[1]) is None  # type: ignore[arg-type]
 
     def member(self, call: Call, name: str) -> Named | None:
         """A parameter or buffer of the call's leaf module, or None where it has none."""

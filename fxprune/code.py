@@ -29,7 +29,7 @@ from .flags import depend_on_mode, may_read_mode, reads_mode_of_others
 from .modes import Differences, differences
 from .near import codes_near, names_in, read_by_forward, set_by_forward
 from .ops import argument_names
-from .recording import ModuleCall, Trace
+from .recording import ModuleCall, Trace, is_size
 from .replay import Replay
 from .running import all_tensors, modules_of, read_attribute
 from .unsaid import OWN_CONTEXT
@@ -211,7 +211,7 @@ class _Body:
             output = next(n for n in self.trace.graph.nodes if n.op == "output").args[0]
         self._questions(at_once=False)
         self.graph.output(self._value(output))
-        self.graph.eliminate_dead_code(lambda n: n.op != "get_attr" and not self._is_size(n))
+        self.graph.eliminate_dead_code(lambda n: n.op != "get_attr" and not is_size(n))
         self.graph.lint()
         return self.graph
 
@@ -408,7 +408,7 @@ class _Body:
         """The code's product of sizes with another factor, for one of them may be the batch's:
         ``b * 4`` as ``b * 2``; what is no product of sizes as the number that is needed."""
         over, under = factors(number)
-        sizes_read = [n for n in over if isinstance(n, fx.Node) and self._is_size(n)]
+        sizes_read = [n for n in over if isinstance(n, fx.Node) and is_size(n)]
         if len(over) + len(under) < 2 or not sizes_read or not isinstance(needed, int):
             return needed
         top, bottom = (math.prod(map(self._now, side)) for side in (over, under))
@@ -459,9 +459,6 @@ class _Body:
         return node.op in ("call_function", "call_method") and isinstance(
             node.meta.get("spec"), (int, float)
         )
-
-    def _is_size(self, node: fx.Node) -> bool:
-        return node.op == "call_method" and node.target == "size"
 
     def _relative(self, path: str) -> str:
         prefix = f"{self.call.path}." if self.call.path else ""

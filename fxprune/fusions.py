@@ -16,7 +16,7 @@ from torch import fx, nn
 from . import registry
 from .ops import key_of, op_name
 from .pattern_types import Pattern
-from .recording import Trace
+from .recording import Trace, is_size
 from .targets import label
 
 _CALLS = ("call_function", "call_method")
@@ -109,7 +109,7 @@ def _matches(trace: Trace, modules: dict[str, nn.Module]) -> Iterator[_Match]:
                 for run, made in alive:
                     if len(run) == len(nodes):
                         best = _Match(run, made, list(nodes))
-            users = [user for user in current.users if not _is_size(user)]
+            users = [user for user in current.users if not is_size(user)]
             if len(users) > 1:
                 forked = True
                 onward = [
@@ -139,10 +139,6 @@ def _kind(trace: Trace, node: fx.Node) -> str:
         return "output"
     pattern = trace.pattern(node)
     return pattern.kind if pattern is not None else ""
-
-
-def _is_size(node: fx.Node) -> bool:
-    return node.op == "call_method" and node.target == "size"
 
 
 def _name(node: fx.Node) -> str:

@@ -124,6 +124,11 @@ class Trace:
         return read_attribute(self.model, name) if owner is None else read_attribute(owner, key)
 
 
+def is_size(value: Any) -> bool:
+    """Whether it is a node for a size that code has read from a tensor."""
+    return isinstance(value, fx.Node) and value.op == "call_method" and value.target == "size"
+
+
 def uses_of(trace: Trace) -> dict[str, set[fx.Node]]:
     """The calls that use each tensor of the model."""
     found: dict[str, set[fx.Node]] = {}

@@ -23,7 +23,7 @@ from .channels import Axis, Channels, SourceAxis
 from .faults import Fault, WrongSize, same_sizes
 from .layout import broadcast_shape, view_dims
 from .orders import Mismatch, Orders, matching
-from .recording import Trace
+from .recording import Trace, is_size
 from .relations import Relations
 from .running import read_attribute
 from .widths import NewSizes, OldSizes
@@ -118,7 +118,7 @@ class Replay(Orders):
         return tuple(math.prod(new[d] for d in dims) for dims in view_dims(value.spec.shape, old))
 
     def number(self, node: fx.Node, args: tuple[Any, ...]) -> Any:
-        if node.target == "size":
+        if is_size(node):
             source, dim = args
             return (source.shape if isinstance(source, Channels) else self.tensor_shape(source))[
                 dim

@@ -157,7 +157,8 @@ class Sayings(Algebra):
                 for axis in (axis for axes in touched for axis in axes):
                     self.freeze(axis, f"{call.name} makes NaN of masked ones (0 / 0, say)", call)
                 return None, False
-            if self._goes_by_input(call.node):  # nothing is sure but zeros that stay zeros
+            if any(map(self.varies, call.node.all_input_nodes)):
+                # Nothing is sure but zeros that stay zeros.
                 sure = functools.reduce(torch.logical_and, [t == 0 for t in (*arrays, result)])
                 result = torch.where(sure, 0.0, torch.nan)
         border = any(axis.border for axes in touched for axis in axes)
@@ -168,19 +169,6 @@ class Sayings(Algebra):
             unknown, some = unknown | ((around != 0) & (around != result)), True
         result = result.masked_fill(unknown, torch.nan) if some else result
         return result if zero is None else result.masked_fill(zero, 0.0), border
-
-    def _goes_by_input(self, node: fx.Node) -> bool:
-        """Whether a number in a call is made of sizes that are no widths, but an input's."""
-        waiting = [n for n in node.all_input_nodes if isinstance(n.meta["spec"], (int, float))]
-        while waiting:
-            number: Any = waiting.pop()
-            if (number.op, number.target) != ("call_method", "size"):
-                waiting += number.all_input_nodes
-                continue
-            x = self.values[number.args[0]]
-            if isinstance(x, Channels) and x.axis(number.args[1]) is None:
-                return True
-        return False
 
     def meet_scalar(self, operands, function):
         if function is None or self.telling is None or any(x.scalar is None for x in operands):

@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from fxprune.channels import Channels, remap
+from fxprune.recording import is_size
 from fxprune.registry import register
 
 
@@ -51,10 +52,6 @@ def given(call):
     """The sizes that the code gives, as numbers and nodes."""
     sizes = call.node.args[1:] or tuple(call.node.kwargs.values())
     return sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
-
-
-def is_size(number):
-    return isinstance(number, fx.Node) and number.target == "size"
 
 
 def alike(y, x, widths):

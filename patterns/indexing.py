@@ -38,19 +38,9 @@ def is_data(item):
     return any(isinstance(part, (Channels, Named, list)) for part in parts)
 
 
-def varies(a, number):
-    """Whether a number of the graph is made of sizes that other inputs may have otherwise."""
-    if not isinstance(number, fx.Node):
-        return False
-    if number.target == "size":
-        x, dim = a.values.get(number.args[0]), number.args[1]
-        return isinstance(x, Channels) and x.axis(dim) is None
-    return any(varies(a, source) for source in number.all_input_nodes)
-
-
 def is_read_in_part(a, item):
     """Whether a slice begins or ends where the input says so: other inputs read more."""
-    return isinstance(item, slice) and any(varies(a, n) for n in (item.start, item.stop))
+    return isinstance(item, slice) and any(map(a.varies, (item.start, item.stop)))
 
 
 def is_full(item):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxprune.patterns.indexing import anywhere, as_far_as, look_up, varies
+from fxprune.patterns.indexing import anywhere, as_far_as, look_up
 
 from fxprune.call import Named
 from fxprune.channels import Channels
@@ -46,7 +46,7 @@ def narrow(a, call):
     start = call.arg(2, "start")
     if isinstance(start, (Channels, Named)):
         x, start = anywhere(a, call, x, dim), 0
-    if any(varies(a, n) for n in (*call.node.args[2:], *call.node.kwargs.values())):
+    if any(map(a.varies, (*call.node.args[2:], *call.node.kwargs.values()))):
         x = as_far_as(a, call, x, [dim])
     start %= x.shape[dim]
     return a.move(call, x, lambda t: t.narrow(dim, start, call.shape[dim]), touched=[dim])

@@ -464,3 +464,18 @@ def test_a_kernel_that_is_used_as_a_matrix_too_keeps_its_size():
               out=nn.Linear(3, 2))  # fmt: skip
     plan, small = check(net, image(3))
     assert small.w.shape == (4, 3, 3, 3)
+
+
+@pytest.mark.parametrize("spread", ["expand", "repeat"])
+def test_the_models_own_attribute_may_be_called_size(spread):
+    class Sized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.size, self.a, self.b = 3, nn.Linear(5, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            y = self.a(x).sigmoid().unsqueeze(1)
+            y = y.expand(-1, self.size, -1) if spread == "expand" else y.repeat(1, self.size, 1)
+            return self.b(y)
+
+    check(Sized(), rows())
