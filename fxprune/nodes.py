@@ -316,9 +316,13 @@ def where() -> str:
 def frame_of_model() -> FrameType | None:
     """The innermost frame that is neither PyTorch's nor ours."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _is_library(frame.f_code.co_filename):
+    while frame is not None and not is_model_code(frame):
         frame = frame.f_back
     return frame
+
+
+def is_model_code(frame: FrameType) -> bool:
+    return not _is_library(frame.f_code.co_filename)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,6 +12,7 @@ import builtins
 import collections
 import contextlib
 import functools
+import keyword
 import math
 import operator
 import sys
@@ -162,7 +163,8 @@ def expression(number: Any) -> Any:
     return number if origin is None else origin
 
 
-_BINARY = ("add", "sub", "mul", "floordiv", "mod", "pow", "truediv", "lshift", "rshift")
+_BINARY = ("add", "sub", "mul", "floordiv", "mod", "pow", "truediv", "lshift", "rshift",
+           "and", "or", "xor")  # fmt: skip
 _NUMBERS = (int, float, TracedInt, TracedFloat)
 
 
@@ -172,7 +174,7 @@ def _install(base: type, cls: type) -> None:
     def binary(name: str, reflected: bool) -> None:
         dunder = f"__{'r' if reflected else ''}{name}__"
         compute = getattr(base, dunder)
-        function = getattr(operator, name)
+        function = getattr(operator, f"{name}_" if keyword.iskeyword(name) else name)
 
         def method(self: Any, other: Any, *rest: Any) -> Any:
             value = compute(self, other, *rest)
@@ -240,7 +242,10 @@ def _install_questions(cls: type, base: type) -> None:
     # Plain numbers, which know their origin no more: what they were is an answer, too.
     question("__int__", int)
     question("__float__", float)
-    setattr(cls, "__hash__", base.__hash__)  # noqa: B010
+    question("__str__", str)
+    question("__repr__", repr)
+    question("__format__", format)
+    question("__hash__", hash)  # of a key that a dictionary may lack
 
 
 def _install_rounding(cls: type, base: type) -> None:

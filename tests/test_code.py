@@ -173,3 +173,31 @@ def test_a_layer_that_modules_share_is_called_by_its_name_in_each():
 
     plan, small = check(Net(), torch.randn(4, 6, dtype=torch.float64))
     assert small.shared[0].out_features == 8 and sorted(plan.code) == ["first", "second"]
+
+
+@pytest.mark.parametrize("asked", [
+    lambda s, n: 2.0 if n & 1 else 1.0, lambda s, n: (n | 1) ^ 3, lambda s, n: n >> 1,
+    lambda s, n: {4: 1.0, 6: 3.0}.get(n, 2.0), lambda s, n: getattr(s, f"w{n}", 2.0),
+    lambda s, n: getattr(s, "w" + str(n), 2.0),
+], ids=["and", "or", "shift", "miss", "format", "str"])  # fmt: skip
+def test_what_python_makes_of_a_size_is_worked_out_or_asked_again(asked):
+    """Or new code would have the recorded run's answer for all inputs."""
+
+    def forward(s, x):
+        y = s.a(x).view(-1, x.shape[1], 8).sigmoid()
+        return s.b(y * asked(s, x.shape[1]))
+
+    net = awake(Net(forward, a=nn.Linear(3, 8), b=nn.Linear(8, 2), w4=nn.Buffer(torch.tensor(3.0))))
+    x = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(1)).double()
+    plan = fxprune.plan(net, x)
+    small = plan.apply(net)
+    assert list(plan.code) == [""] and small.a.out_features == 4
+    masked = plan.mask(net)
+    assert difference(run(masked, x), run(small, x)) < 1e-9
+    for other in (x[:, :4], torch.cat([x, x[:, :1]], 1)):
+        try:
+            found = run(small, other)
+        except fxprune.PruningError as error:
+            assert "was rewritten from a run" in str(error)
+        else:
+            assert difference(run(masked, other), found) < 1e-9
