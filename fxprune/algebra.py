@@ -33,7 +33,7 @@ from .layout import broadcast_shape, clusters, pad, place, reshape_groups, shift
 from .meanings import Meanings
 from .recording import Trace, after_write, is_size
 from .running import read_from
-from .spec import Spec
+from .spec import TOLD, Spec
 
 _NUMERIC = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod,
             operator.pow, operator.truediv, operator.neg)  # fmt: skip
@@ -105,6 +105,8 @@ class Algebra(Meanings):
             not inputs or node.target in _NUMERIC or is_size(node)
         ):
             return self.number(node, args)
+        if isinstance(node.meta["spec"], (*TOLD, str)):
+            return node.meta["spec"]
         if node.target is after_write:
             return self.forget(args[0])
         call = Call(self, node, self.trace.pattern(node), args, kwargs, inputs=inputs)

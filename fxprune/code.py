@@ -28,10 +28,12 @@ from .faults import CannotRewrite, Fault, WrongOrder, WrongSize, same_sizes
 from .flags import depend_on_mode, may_read_mode, reads_mode_of_others
 from .modes import Differences, differences
 from .near import codes_near, names_in, read_by_forward, set_by_forward
+from .nodes import REWRITTEN
 from .ops import argument_names
 from .recording import ModuleCall, Trace, is_size
 from .replay import Replay
 from .running import all_tensors, modules_of, read_attribute
+from .spec import TOLD
 from .unsaid import OWN_CONTEXT
 
 
@@ -56,7 +58,7 @@ class Code:
             k: __import__(v[7:], fromlist=["_"]) if isinstance(v, str) and v[:7] == "module:" else v
             for k, v in self.names
         }
-        filename = f"<rewritten by fxprune {abs(hash(self.source))}>"
+        filename = f"{REWRITTEN} {abs(hash(self.source))}>"
         linecache.cache[filename] = (len(self.source), None, self.source.splitlines(True), filename)
         exec(compile(self.source, filename, "exec"), space)
         return space["forward"]
@@ -449,11 +451,19 @@ class _Body:
         if node.op == "get_attr":
             self.local[node] = self.graph.create_node("get_attr", self._relative(str(node.target)))
             return self.local[node]
-        if self._is_number(node) or node.target in (operator.getitem, getattr):
+        if isinstance(node.meta.get("spec"), (*TOLD, str)) and not self._is_at_hand(node.args[0]):
+            return node.meta["spec"]
+        if self._is_number(node) or node.target in (operator.getitem, getattr, "type"):
             return self._copy(node)
         if isinstance(node.target, type):  # a container of the model's own, around its result
             return self._copy(node)
         raise CannotRewrite(f"{self.name} uses a tensor that is not among its arguments")
+
+    def _is_at_hand(self, source: Any) -> bool:
+        if source.op == "get_attr":
+            prefix = f"{self.call.path}." if self.call.path else ""
+            return str(source.target).startswith(prefix)
+        return source in self.local
 
     def _is_number(self, node: fx.Node) -> bool:
         return node.op in ("call_function", "call_method") and isinstance(

@@ -13,6 +13,7 @@ import inspect
 import operator
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,9 +29,11 @@ from .fixed import fixed_tensors
 from .holding import kept_besides
 from .recording import after_write
 from .running import named_tensors, read_attribute
-from .spec import BASIC, spec
+from .spec import BASIC, TOLD, spec
+from .written import is_written
 
 # Nothing in a frame of these folders is the user's own code.
+REWRITTEN = "<rewritten by fxprune"  # file of a forward that an earlier pruning has written
 _LIBRARY = (
     f"{Path(torch.__file__).parent}/",
     f"{Path(__file__).parent}/",
@@ -78,6 +81,7 @@ class Nodes:
         # id of a live tensor -> (weak reference, node, path of keys into the node's result)
         self._known: dict[int, tuple[weakref.ref, fx.Node, tuple[Any, ...]]] = {}
         self._memo: dict[Any, fx.Node] = {}
+        self._told: dict[Any, Callable[[], fx.Node]] = {}  # types and devices that tensors told
 
     def placeholders(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -132,6 +136,9 @@ class Nodes:
             return self.add(self.graph.call_function(type(value), (), fields), value)
         if isinstance(value, (tuple, list, dict, slice)):
             return tree.rebuild(value, self.argument)
+        told = self._told.get(value) if isinstance(value, (*TOLD, str)) else None
+        if told is not None and not is_written(value, frame_of_model()):
+            return told()
         if isinstance(value, bool) or type(value) in BASIC:
             return value
         if isinstance(value, range):
@@ -145,6 +152,30 @@ class Nodes:
         for inside in () if self._handing else tree.tensors(value):
             self.escapes(inside, f"a {type(value).__name__}")
         return self._constant(value, "object")
+
+    def tells(self, x: torch.Tensor, name: str, value: Any) -> None:
+        """Code has asked a tensor for its type or device (``value``, by ``name``), which it may
+        pass on."""
+        known = self._known.get(id(x))
+        if known is None or known[0]() is not x:
+            if id(x) not in self.named:
+                return
+            source = functools.partial(self.tensor, x)
+        else:
+            source = functools.partial(self._at, *known[1:])
+
+        def node() -> fx.Node:
+            asked = source()
+            key = ("told", asked, name)
+            if key not in self._memo:
+                made = (
+                    self.graph.call_method(name, (asked,)) if isinstance(value, str)
+                    else self.graph.call_function(getattr, (asked, name))
+                )  # fmt: skip
+                self._memo[key] = self.add(made, value)
+            return self._memo[key]
+
+        self._told[value] = node
 
     def escapes(self, value: torch.Tensor, to: str) -> None:
         reason = f"its values leave PyTorch through {to}"
@@ -327,4 +358,4 @@ def is_model_code(frame: FrameType) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _is_library(filename: str) -> bool:
-    return filename.startswith(_LIBRARY)
+    return filename.startswith(_LIBRARY) and not filename.startswith(REWRITTEN)

@@ -42,7 +42,7 @@ from .running import (
     uncollected,
     wanted,
 )
-from .spec import spec
+from .spec import TOLD, spec
 from .told import autograd_functions, module_calls, script_calls, scripted_from, told, uncompiled
 from .unsaid import OWN_CONTEXT, READ_PAST_SIZES, Kept, contexts, odd_container
 
@@ -51,6 +51,8 @@ _SIZE = torch.Tensor.size
 _READS_DATA = ("bool", "int", "float", "complex", "index", "item", "local_scalar_dense", "tolist",
                "numpy", "array", "dlpack", "equal", "allclose", "contains",
                "is_nonzero")  # fmt: skip
+
+_CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda")
 
 
 def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
@@ -395,6 +397,8 @@ class _Recorder(TorchFunctionMode):
         value = func(*args)
         if func.__self__.__name__ in READ_PAST_SIZES:
             self._unsaid(f"goes by the {func.__self__.__name__} of a tensor")
+        if isinstance(value, TOLD):
+            self.nodes.tells(args[0], func.__self__.__name__, value)
         if not isinstance(value, torch.Tensor) or func.__self__.__name__ in ("grad", "_grad"):
             return value
         arguments = (self.nodes.tensor(args[0]), func.__self__.__name__)
@@ -420,6 +424,9 @@ class _Recorder(TorchFunctionMode):
             beneath = AtenRecorder(self.nodes, before)
             with beneath:
                 value = run(*args, **kwargs)
+        strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
+        if strided and args and value is args[0] and op_name(target) in _CASTS:
+            value = torch.ops.aten.alias(value)  # it is another for inputs of another type
         changed = [t for t, version in before if t._version != version]
         if not changed and not tree.tensors(value):
             if op_name(target) in _READS_DATA:
@@ -428,6 +435,8 @@ class _Recorder(TorchFunctionMode):
                     self.calls[i].reads_data = True
                 for t, _ in before:
                     self.nodes.escapes(t, op_name(target))
+            elif target == "type":
+                self.nodes.tells(args[0], "type", value)
             return value  # a number, a flag, nothing: not part of the data flow
         node = self.nodes.add(
             self.nodes.graph.create_node(kind, target, *inputs), args[0] if setitem else value

@@ -26,6 +26,7 @@ from .orders import Mismatch, Orders, matching
 from .recording import Trace, is_size
 from .relations import Relations
 from .running import read_attribute
+from .spec import TOLD
 from .widths import NewSizes, OldSizes
 
 
@@ -258,7 +259,7 @@ class Replay(Orders):
             for x in value if isinstance(value, (tuple, list)) else [value]:
                 if isinstance(x, Channels):
                     units.extend(axis.units.reshape(-1) for axis in x.axes)
-            if current is node or not isinstance(value, (Channels, tuple, list, Named)):
+            if current is node or not isinstance(value, (Channels, tuple, list, Named, *TOLD, str)):
                 for source in current.all_input_nodes:
                     visit(source)
 

@@ -15,6 +15,8 @@ BASIC = (
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 
+TOLD = (torch.dtype, torch.device)  # what code may ask a tensor for, and pass on
+
 
 @dataclass(frozen=True)
 class Spec:
