@@ -38,6 +38,8 @@ from .spec import TOLD, Spec
 _NUMERIC = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod,
             operator.pow, operator.truediv, operator.neg)  # fmt: skip
 
+IS_OUTPUT = "it is an output of the model"
+
 Runs = list[tuple[list[int], list[int]]]
 
 
@@ -68,7 +70,7 @@ class Algebra(Meanings):
                 result = self._resolve(node.args[0])
                 if graph is self.trace.graph:
                     for value in leaves(result):
-                        self.freeze_all(value, "it is an output of the model", None)
+                        self.freeze_all(value, IS_OUTPUT, None)
                 return result
             else:
                 values[node] = self._visit(node)

@@ -6,6 +6,7 @@ written in that came out wrong and every other expression as the code had it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import linecache
 import math
@@ -27,7 +28,14 @@ from .errors import PruningError
 from .faults import CannotRewrite, Fault, WrongOrder, WrongSize, same_sizes
 from .flags import depend_on_mode, may_read_mode, reads_mode_of_others
 from .modes import Differences, differences
-from .near import codes_near, names_in, read_by_forward, set_by_forward
+from .near import (
+    codes_near,
+    lies_in,
+    methods_of_forward,
+    names_in,
+    read_by_forward,
+    set_by_forward,
+)
 from .nodes import REWRITTEN
 from .ops import argument_names
 from .recording import ModuleCall, Trace, is_size
@@ -39,19 +47,24 @@ from .unsaid import OWN_CONTEXT
 
 @dataclass(frozen=True)
 class Code:
-    """A forward as source, with the names it uses: importable objects, modules by ``module:``."""
+    """A forward as source, with the names it uses: importable objects, modules by ``module:``.
+
+    ``stale`` are methods that the module's own forward calls and in which lies what came out wrong:
+    the new one does without them.
+    """
 
     source: str
     names: tuple[tuple[str, Any], ...]
+    stale: tuple[str, ...] = ()
 
     @staticmethod
-    def of(graph: fx.Graph) -> Code:
+    def of(graph: fx.Graph, stale: tuple[str, ...]) -> Code:
         code = graph.python_code("self")
         names = tuple(
             (k, f"module:{v.__name__}" if isinstance(v, types.ModuleType) else v)
             for k, v in sorted(code.globals.items())
         )
-        return Code(code.src.strip() + "\n", names)
+        return Code(code.src.strip() + "\n", names, stale)
 
     def function(self) -> Any:
         space = {
@@ -89,15 +102,30 @@ def _make_class(base: Any, code: Code | Borrowed) -> type:
     def __reduce_ex__(self: Any, protocol: int) -> Any:
         return _restore, (base, code), self.__dict__
 
+    stale = () if isinstance(code, Borrowed) else code.stale
     space = {
+        **{name: _stale(base, name) for name in stale},
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "__reduce_ex__": __reduce_ex__,
         "_fxprune_base": base,
+        "_fxprune_stale": stale,
         "forward": code.function(),
     }
     return type(base.__name__, (base,), space)
+
+
+def _stale(base: Any, name: str) -> Callable[..., Any]:
+    @functools.wraps(inspect.unwrap(getattr(base, name)))
+    def stale(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise PruningError(
+            f"{base.__name__}.{name} holds sizes that this model had before it was pruned. Its "
+            f"forward was written anew and does not call {name} any more; call the model itself, "
+            "or write the sizes as attributes or shapes and prune it again"
+        )
+
+    return stale
 
 
 def _restore(base: type, code: Code | Borrowed) -> Any:
@@ -153,9 +181,16 @@ def rewrite(
         CannotRewrite: with the reason.
     """
     path = trace.calls[index].path
+    cls: Any = type(read_attribute(trace.model, path) if path else trace.model)
+    methods = {method.__name__: method.__code__ for method in methods_of_forward(cls)}
+    stale = [*vars(cls).get("_fxprune_stale", ())]  # of an earlier pruning
+    stale += [
+        name for name, code in methods.items()
+        if name != "forward" and any(lies_in(fault.line, code) for fault in faults)
+    ]  # fmt: skip
     if sum(call.path == path for call in trace.calls) > 1:
         raise CannotRewrite(f"{path or 'the model'} runs more than once")
-    return Code.of(_Body(trace, index, faults, replay, trained).build())
+    return Code.of(_Body(trace, index, faults, replay, trained).build(), tuple(stale))
 
 
 class _Body:

@@ -84,6 +84,13 @@ def global_names(code: CodeType) -> frozenset[str]:
     return frozenset(step.argval for step in steps if step.opname == "LOAD_GLOBAL")
 
 
+def lies_in(line: str, code: CodeType) -> bool:
+    """Whether a line (``file:number``) is one of a function's."""
+    file, _, number = line.rpartition(":")
+    lines = [n for *_, n in code.co_lines() if n is not None]
+    return code.co_filename == file and min(lines) <= int(number) <= max(lines)
+
+
 def names_in(code: CodeType) -> set[str]:
     """Attributes and globals that code names, and words, by which attributes can be read, too."""
     return {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}

@@ -59,4 +59,7 @@ def table(plan: Any) -> str:
         console.print(f"{name} becomes {value}")
     for path in plan.code:
         console.print(f"{path or 'the model'} gets a forward with new sizes (plan.code)")
+        stale = getattr(plan.code[path], "stale", ())
+        if stale:
+            console.print(f"  and no {' and no '.join(stale)}, with the old sizes, any more")
     return console.file.getvalue().rstrip()  # type: ignore[attr-defined]

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from torch import fx
+from torch import fx, nn
 
+from .algebra import IS_OUTPUT
 from .discover import Stays, discover
 from .flags import may_read_mode
 from .recording import Trace, uses_of
@@ -29,13 +30,19 @@ def in_training_alone(
             that the run in eval mode did without, and code that may read the mode.
     """
     left = _unused(trace)
-    if not left or not any(map(may_read_mode, dict.fromkeys(trace.modules.values()))):
+    left = left if any(map(may_read_mode, dict.fromkeys(trace.modules.values()))) else set()
+    training = trained() if left or any(map(may_read_mode, _returning(trace))) else None
+    if training is None:
         return []
-    training = trained()
-    own = left & set(uses_of(training)) if training is not None else set()
-    if training is None or not own:
-        return []
+    own = left & set(uses_of(training))
     there = discover(training, attention=attention)
+    return [*_met(there, relations, own), *_returned(there, relations)]
+
+
+def _met(there: Relations, relations: Relations, own: set[str]) -> list[Stays]:
+    """What tensors meet that training mode alone uses."""
+    if not own:
+        return []
     owners: dict[int, str] = {}
     for source in there.sources:
         if source.name in own:
@@ -50,6 +57,35 @@ def in_training_alone(
             if len(met):
                 reason = f"{owners[int(classes[met[0]])]} meets them, in training mode alone"
                 found.append(Stays(key, met, reason))
+    return found
+
+
+def _returned(there: Relations, relations: Relations) -> list[Stays]:
+    """What the model returns in training mode, be it more than in eval mode."""
+    outputs = [note.units.numpy() for note in there.frozen if note.reason == IS_OUTPUT]
+    is_output = np.zeros(len(there.classes), dtype=bool)
+    is_output[np.concatenate([np.zeros(0, dtype=int), *outputs])] = True
+    here = {(s.name, s.view, s.dims): relations.of(s).reshape(-1) for s in relations.sources}
+    found = []
+    for source in there.sources:
+        key = source.name, source.view, source.dims
+        own = is_output[source.first : source.first + source.size]
+        slices = np.flatnonzero(own & (here[key] > 0 if key in here else False))
+        if len(slices):
+            found.append(Stays(key, slices, f"{IS_OUTPUT}, in training mode alone"))
+    return found
+
+
+def _returning(trace: Trace) -> list[nn.Module]:
+    """The model, and those of its modules whose results are among what it returns."""
+    output = next(node for node in trace.graph.nodes if node.op == "output")
+    returned = set(output.all_input_nodes)
+    found = [trace.model]
+    for call in trace.calls:
+        results: list[fx.Node] = []
+        fx.node.map_arg(call.output, results.append)
+        if not returned.isdisjoint(results):
+            found.append(trace.modules[call.path])
     return found
 
 

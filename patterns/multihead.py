@@ -26,6 +26,10 @@ def widths(m, new):
     if {inner, query, heads * m.head_dim} != {embed}:
         # Without the flag, encoder layers would call a kernel that takes one width only.
         found |= {"forward": narrow_attention, "_qkv_same_embed_dim": False}
+    elif m.batch_first and heads % 2 > m.num_heads % 2:
+        # An encoder that was made for even numbers hands it nested tensors, which its own forward
+        # does not take with an odd one.
+        found["forward"] = narrow_attention
     return found
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -173,6 +176,40 @@ def test_a_layer_that_modules_share_is_called_by_its_name_in_each():
 
     plan, small = check(Net(), torch.randn(4, 6, dtype=torch.float64))
     assert small.shared[0].out_features == 8 and sorted(plan.code) == ["first", "second"]
+
+
+class Coder(nn.Module):
+    """Users call the parts of its forward, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 8), nn.Linear(8, 16), nn.Linear(8, 3)
+
+    def encode(self, x):
+        return self.b(self.a(x).sigmoid())
+
+    def decode(self, y):
+        return self.c(y.sigmoid().view(-1, 2, 8).mean(1))
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+    def twice(self, x):
+        return self.decode(self.encode(x) * 2)
+
+
+def test_methods_that_hold_the_old_sizes_are_an_error_and_not_wrong():
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(1)).double()
+    plan, small = check(Coder(), x)
+    assert "and no decode, with the old sizes" in str(plan)
+    masked = plan.mask(plan._trace.model)
+    assert small.encode(x).shape[1] < 16 and small.decode.__name__ == "decode"
+    again = fxprune.prune(small, x, sparsity=0.5)
+    for each in (small, pickle.loads(pickle.dumps(small)), copy.deepcopy(small), again):
+        assert each(x).shape == masked(x).shape
+        for call in (lambda m: m.decode(torch.ones(2, 16)), lambda m: m.twice(x)):
+            with pytest.raises(fxprune.PruningError, match=r"Coder\.decode holds sizes"):
+                call(each)
 
 
 @pytest.mark.parametrize("asked", [

@@ -307,6 +307,34 @@ def test_what_training_alone_returns_stays():
     assert [tuple(t.shape) for t in small.train()(rows())] == [(4, 3), (4, 6)]
 
 
+class Features(nn.Module):
+    """A head that returns what it reads, too, while it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.classes = nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        scores = self.classes(self.norm(x))
+        return (scores, x) if self.training else scores
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_features_that_are_returned_in_training_alone_stay(nested):
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.head = nn.Linear(5, 6), nn.Linear(6, 8), Features()
+
+        def forward(self, x):
+            x = self.b(self.a(x).sigmoid()).sigmoid()
+            return self.head(x) if nested else (self.head(x), x)[: 1 + self.training]
+
+    plan, small = check(Whole(), rows())
+    assert small.b.out_features == 8 and small.a.out_features == 3
+    assert "in training mode alone" in dict(plan.skipped)["b"]
+
+
 def test_single_precision_on_the_way_is_no_fault():
     net = Net(lambda s, x: s.b((s.a(x).float().sin() * 100).exp().log().double()),
               a=nn.Linear(5, 64), b=nn.Linear(64, 3)).double()  # fmt: skip
