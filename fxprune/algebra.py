@@ -38,6 +38,7 @@ from .spec import TOLD, Spec
 _NUMERIC = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod,
             operator.pow, operator.truediv, operator.neg)  # fmt: skip
 
+IS_KERNEL = "they are a kernel's"
 IS_OUTPUT = "it is an output of the model"
 
 Runs = list[tuple[list[int], list[int]]]
@@ -502,6 +503,12 @@ class Algebra(Meanings):
             else:
                 axes.append(self.tie(call, axis, [d for d in axis.dims if d not in dims]))
         return x.with_axes(axes)
+
+    def kernel(self, call: Call, weight: Any, dims: Iterable[int]) -> Any:
+        """A weight, as it is along ``dims``, which are positions."""
+        if isinstance(weight, Channels):  # computed in the forward, with an axis on every dimension
+            return self.freeze_dims(weight, dims, IS_KERNEL, call)
+        return weight
 
     def tie(self, call: Call, axis: Axis, rest: Sequence[int]) -> Axis:
         """A cut axis as one over ``rest`` alone: slices go whole along the other dimensions."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
+from .algebra import IS_KERNEL
 from .call import Call, Named, Roles, leaves
 from .channels import Axis, Channels, SourceAxis, distinct, varying
 from .fixed import fixed_tensors
@@ -84,9 +85,7 @@ class Discover(Sayings):
         self.sources = self.labels.sources
         self._by_key: dict[tuple, SourceAxis] = {}
         self._by_name: dict[str, list[int]] = {}  # of a tensor, its axes among the sources
-        self._ruled: dict[
-            str, set[int]
-        ] = {}  # of one that a layer uses, the dimensions it spoke of
+        self._kernels: list[tuple[str, set[int], Call]] = []
         self._settled = True  # no slice has spoken that has another role now
         self._used_bare: dict[int, int] = {}  # those that are used bare, by first label
         # Why a computed tensor cannot be set, "" where it can or is a tensor of the model itself.
@@ -108,10 +107,10 @@ class Discover(Sayings):
 
     def run(self) -> None:
         super().run()
-        for source in self.sources:
-            if self._ruled.get(source.name, {*source.dims}).isdisjoint(source.dims):
-                axis = Axis(source.dims, source.labels())
-                self.freeze(axis, f"a layer reads {source.name} whole along them", None)
+        for name, dims, call in self._kernels:
+            for source in (self.sources[i] for i in self._by_name.get(name, ())):
+                if source.view == source.tensor_shape and not dims.isdisjoint(source.dims):
+                    self.freeze(Axis(source.dims, source.labels()), IS_KERNEL, call)
         for node, reason, line in self.trace.kept_whole:
             for item in leaves(self.values[node]):
                 for axis in self.channels(item).axes:
@@ -146,8 +145,6 @@ class Discover(Sayings):
             return Channels(view, (), self.one(value))
         axes = []
         for role, dims in roles.items():
-            if not role.startswith("bare"):
-                self._ruled.setdefault(value.name, set()).update(dims)
             key = (value.name, view, dims)
             if all(view[d] == 1 for d in dims) or any(view[d] == 0 for d in dims):
                 continue
@@ -185,6 +182,12 @@ class Discover(Sayings):
                 labels = self.labels.fresh(n)
                 axes.append(Axis((d,), labels, self.filled(value, n), blank=True))
         return Channels(call.shape, tuple(axes))
+
+    def kernel(self, call: Call, weight: Any, dims: Iterable[int]) -> Any:
+        if isinstance(weight, Named):  # which other code may use as a matrix
+            self._kernels.append((weight.name, set(dims), call))
+            return weight
+        return super().kernel(call, weight, dims)
 
     def distinguish(self, x: Channels) -> None:
         self.parts += [axis.units for axis in x.axes]

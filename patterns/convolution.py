@@ -18,8 +18,11 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border, moves=True
     shape = call.shape
     w_shape, old = weight_shape(a, call, weight), weight_spec(a, call, weight)
     kernel = w_shape[2:]
+    if isinstance(weight, str):
+        a.kernel(call, a.member(call, weight), range(2, len(w_shape)))
+    else:
+        weight = a.kernel(call, weight, range(2, len(w_shape)))
     if isinstance(weight, Channels):  # computed in the forward, with an axis on every dimension
-        weight = a.freeze_dims(weight, range(2, len(w_shape)), "they are a kernel's", call)
         mixed = [axis for axis in weight.axes if len(axis.dims) > 1]  # they make and read at once
         weight = a.freeze_dims(
             weight, [d for axis in mixed for d in axis.dims], "its filters are cut across", call
