@@ -504,6 +504,10 @@ class Algebra(Meanings):
                 axes.append(self.tie(call, axis, [d for d in axis.dims if d not in dims]))
         return x.with_axes(axes)
 
+    def are_tied(self, call: Call) -> bool:
+        """Whether tensors that ``call`` stacks are to have the same channels."""
+        return call.node in self.trace.tied
+
     def kernel(self, call: Call, weight: Any, dims: Iterable[int]) -> Any:
         """A weight, as it is along ``dims``, which are positions."""
         if isinstance(weight, Channels):  # computed in the forward, with an axis on every dimension

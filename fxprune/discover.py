@@ -56,6 +56,13 @@ def discover(
             trace.together = {**walk.better_together, **trace.together}
             continue
         relations = walk.relations()
+        # What is read behind a stack may ask for the same channels in all parts (a norm).
+        whole = {
+            n for n, units in walk.stacks.items() if not relations.classes[units.numpy()].any()
+        }
+        if whole - trace.tied:
+            trace.tied |= whole
+            continue
         kept = stays(relations) if stays is not None else ()
         for each in kept:
             walk.keep(each)
@@ -101,6 +108,7 @@ class Discover(Sayings):
         self.meetings: dict[fx.Node, list[tuple[np.ndarray, np.ndarray]]] = {}
         self.products: dict[fx.Node, list[Product]] = {}
         self.followers: list[Follower] = []
+        self.stacks: dict[fx.Node, torch.Tensor] = {}
         self.plain: dict[fx.Node, set[int]] = {}
         # First labels of the axes that the call at hand has spoken of; None once it is not plain.
         self._spoken: set[int] | None = None
@@ -188,6 +196,9 @@ class Discover(Sayings):
             self._kernels.append((weight.name, set(dims), call))
             return weight
         return super().kernel(call, weight, dims)
+
+    def stacked(self, call: Call, axis: Axis) -> None:
+        self.stacks[call.node] = axis.units
 
     def distinguish(self, x: Channels) -> None:
         self.parts += [axis.units for axis in x.axes]

@@ -93,6 +93,9 @@ class Meanings:
     def apart(self, axes: Sequence[Axis], rank: int) -> None:
         """Axes of one tensor that meet one over ``rank`` dimensions."""
 
+    def stacked(self, call: Call, axis: Axis) -> None:
+        """``axis`` holds what was put together by ``call``, each part with channels of its own."""
+
     def rectangle(self, axis: Axis, call: Call) -> None:
         """What is kept of an axis over several dimensions has to be a rectangle."""
 
@@ -142,6 +145,10 @@ class Meanings:
 
     def distinguish(self, x: Channels) -> None:
         """Something is done to the slices of ``x`` and not to others of its tensor."""
+
+    def overwritten(self, x: Channels, value: float) -> Channels:
+        """``x``, every element of which is ``value`` from here on."""
+        return x
 
     def forget(self, value: Any) -> Any:
         """The value, of whose constants nothing is known any more."""

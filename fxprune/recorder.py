@@ -43,7 +43,15 @@ from .running import (
     wanted,
 )
 from .spec import TOLD, spec
-from .told import autograd_functions, module_calls, script_calls, scripted_from, told, uncompiled
+from .told import (
+    autograd_functions,
+    module_calls,
+    script_calls,
+    scripted_from,
+    told,
+    uncompiled,
+    variables,
+)
 from .unsaid import OWN_CONTEXT, READ_PAST_SIZES, Kept, contexts, odd_container
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
@@ -143,6 +151,7 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
         torch.no_grad(),
         module_calls(recorder.module),
         script_calls(recorder.scripted),
+        variables(recorder.wrapped),
         uncompiled(),
         told((*python_functions(), *autograd_functions()), recorder.python_call),
     ):
@@ -323,6 +332,11 @@ class _Recorder(TorchFunctionMode):
         known = for_function(function) is not None
         with _Paused(self):
             return self._record("call_function", function, run, args, kwargs, known=known)
+
+    def wrapped(self, value: torch.Tensor, variable: torch.Tensor) -> None:
+        """What a variable wraps is what it is."""
+        if not self._not_the_models():
+            self.nodes.learn(variable, self.nodes.tensor(value), ())
 
     def scripted(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         """A compiled function does what the function does that it was compiled from."""

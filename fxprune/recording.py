@@ -55,6 +55,7 @@ class Trace:
     members: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)
     # Dimensions of a tensor, by its name, that one axis lies over where code uses it by itself.
     together: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    tied: set[fx.Node] = field(default_factory=set, repr=False)  # stacks of the same channels
     _tensor_names: dict[str, list[str]] = field(default_factory=dict, repr=False)
     _hooked: dict[str, str] = field(default_factory=dict, repr=False)
 

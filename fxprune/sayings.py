@@ -123,6 +123,12 @@ class Sayings(Algebra):
             return None
         return None if self.telling is None else float(self.read(value.name))
 
+    def overwritten(self, x: Channels, value: float) -> Channels:
+        said = ((axis, self.filled(value, axis.units.numel())) for axis in x.axes)
+        return x.with_axes(
+            axis.saying(None if t is None else t.reshape(1, *axis.units.shape)) for axis, t in said
+        )
+
     def filled(self, value: float | None, size: int) -> Tensor | None:
         """Constants of a result that the call fills with one value."""
         if value is None or isinstance(value, complex) or self.telling is None:

@@ -115,6 +115,27 @@ def script_calls(tell: Callable[..., Any]) -> Iterator[None]:
         torch.jit.ScriptFunction.__call__ = original  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def variables(tell: Callable[[Any, Any], None]) -> Iterator[None]:
+    """While inside, ``tell`` gets each tensor that old code wraps (``Variable(x)``), which PyTorch
+    does not tell of, and what comes out: another object on the same memory."""
+    meta: Any = type(torch.autograd.Variable)
+    original = meta.__call__
+
+    def __call__(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(cls, *args, **kwargs)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                tell(value, made)
+        return made
+
+    meta.__call__ = __call__
+    try:
+        yield
+    finally:
+        del meta.__call__
+
+
 def uncompiled() -> contextlib.AbstractContextManager[Any]:
     """While inside, functions that ``torch.compile`` has made run as they were written."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and its import takes seconds

@@ -12,7 +12,10 @@ from fxprune.registry import register
 def like(a, call):
     """A tensor of x's shape: its width follows x's. Of random ones nothing is known."""
     x = call.channels()
-    if call.word in ("zeros_like", "ones_like", "full_like", "zero", "fill"):
+    value = 0.0 if call.word == "zero" else call.arg(1, "value") if call.word == "fill" else None
+    if isinstance(value, (bool, int, float)):
+        return a.overwritten(x, value)
+    if call.word in ("zeros_like", "ones_like", "full_like", "fill"):
         return a.meet(call, [x], lambda t: call.replay([t[0].nan_to_num()]), x.shape)
     return a.forget(x)
 

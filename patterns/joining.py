@@ -85,13 +85,15 @@ def stack_parts(a, call, parts, dim):
     shape = (*parts[0].shape[:dim], len(parts), *parts[0].shape[dim:])
     labelled = sorted({d for p in parts for axis in p.axes for d in axis.dims})
     shared = [axis.dims for p in parts for axis in p.axes]
-    if len(set(shared)) > 1 or not labelled or a.decide(call, lambda: are_alike(parts)):
+    alike = len(set(shared)) > 1 or not labelled or a.are_tied(call)
+    if alike or a.decide(call, lambda: are_alike(parts)):
         met = a.meet(call, parts, same_in_all, parts[0].shape)
         return remap(met, {d: d + (d >= dim) for d in range(rank)}, shape)
     raised = [a.view(call, p, (*p.shape[:dim], 1, *p.shape[dim:])) for p in parts]
     axis = end_to_end(a, call, [with_dim(r, dim) for r in raised], dim)
     if axis is not None:
         a.hold(axis, [dim])
+        a.stacked(call, axis)
     return Channels(shape, () if axis is None else (axis,))
 
 

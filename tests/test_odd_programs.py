@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.nn import functional as F
 
 import fxprune
@@ -507,3 +508,36 @@ def test_the_models_own_attribute_may_be_called_size(spread):
             return self.b(y)
 
     check(Sized(), rows())
+
+
+@pytest.mark.parametrize("behind", ["norm", "mean"])
+def test_stacked_features_have_the_same_channels_where_something_asks_for_it(behind):
+    def forward(s, x):
+        v = torch.stack([s.a(x), s.b(x).cos()], 2)
+        v = s.norm(v)
+        v = v + s.b2(s.c(v).sigmoid())
+        return s.head(v.mean(2) if behind == "mean" else v)
+
+    net = Net(forward, a=nn.Linear(8, 6), b=nn.Linear(8, 6), norm=nn.LayerNorm(6),
+              c=nn.Linear(6, 10), b2=nn.Linear(10, 6), head=nn.Linear(6, 2))  # fmt: skip
+    plan, small = check(net, steps())
+    assert small.a.out_features == small.b.out_features == 3
+
+
+@pytest.mark.parametrize("zero", [
+    lambda x: x.data.new(x.shape[1], 8).zero_(), lambda x: x.new(x.shape[1], 8).fill_(0),
+    lambda x: torch.empty(x.shape[1], 8, dtype=x.dtype).zero_(),
+    lambda x: Variable(torch.zeros(x.shape[1], 8, dtype=x.dtype)),
+    lambda x: Variable(x.data.new_zeros(x.shape[1], 8), requires_grad=False),
+], ids=["new", "fill", "empty", "variable", "new variable"])  # fmt: skip
+def test_states_begin_with_zeros_of_any_make(zero):
+    def forward(s, x):
+        x = s.a(Variable(x)).sigmoid()
+        h, c = zero(x), zero(x)
+        for each in x:
+            h, c = s.cell(each, (h, c))
+        return s.head(h)
+
+    net = Net(forward, a=nn.Linear(8, 6), cell=nn.LSTMCell(6, 8), head=nn.Linear(8, 2))
+    plan, small = check(net, steps())
+    assert small.cell.hidden_size == 4 and small.a.out_features == 3
