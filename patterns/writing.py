@@ -54,14 +54,13 @@ def setitem(a, call):
     if rank:
         return set_masked(a, call, x, rank, written)
     masks = [n for n in call.node.all_input_nodes[1:] if n is not call.node.args[2] and is_mask(n)]
+    reason = f"positions that are data are written in {call.name}"
     for _, dim, item in per_dim(x, index):
-        if (
-            masks
-            or (isinstance(item, slice) and is_data(item))
-            or (is_data(item) and x.touching([dim]))
-        ):
-            a.freeze_all([x, written], f"positions that are data are written in {call.name}", call)
+        if masks or (isinstance(item, slice) and is_data(item)):
+            a.freeze_all([x, written], reason, call)
             return a.forget(x)
+        if is_data(item):
+            x = a.freeze_dims(x, [dim], reason, call)
     shape = tuple(torch.empty(x.shape, device="meta")[standing_for(index)].shape)
     part = pick(a, call, x, index, shape)
     a.distinguish(part)

@@ -541,3 +541,35 @@ def test_states_begin_with_zeros_of_any_make(zero):
     net = Net(forward, a=nn.Linear(8, 6), cell=nn.LSTMCell(6, 8), head=nn.Linear(8, 2))
     plan, small = check(net, steps())
     assert small.cell.hidden_size == 4 and small.a.out_features == 3
+
+
+class Scattered(nn.Module):
+    """Rows are written to places of a canvas that the input tells (pillars, voxels, tokens)."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.a, self.head = how, nn.Linear(4, 16), nn.Linear(16, 3)
+
+    def forward(self, x, at):
+        p, how = self.a(x).sigmoid(), self.how
+        sizes = {"columns": (16, 20), "two": (4, 5, 16), "apart": (4, 16, 5)}.get(how, (20, 16))
+        canvas = torch.full(sizes, 0.3 * (how == "filled"), dtype=x.dtype)
+        if how == "columns":
+            canvas[:, at] = p.t()
+            return self.head(canvas.t())
+        if how == "two":
+            canvas[at % 4, at // 4] = p
+        elif how == "apart":
+            canvas[at % 4, :, at // 4] = p
+            canvas = canvas.mT
+        elif how == "added":
+            canvas[at] += p
+        else:
+            canvas[at] = p
+        return self.head(canvas)
+
+
+@pytest.mark.parametrize("how", ["rows", "columns", "two", "apart", "filled", "added"])
+def test_rows_that_are_written_where_data_says_keep_no_channels(how):
+    plan, small = check(Scattered(how), (rows(5, 4), torch.tensor([3, 1, 7, 12, 19])))
+    assert small.a.out_features == 8
