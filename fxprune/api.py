@@ -33,7 +33,7 @@ def prune(
     bias: str | None = None,
     exact: bool = False,
     attention: str = "heads",
-    outputs: str | Iterable[str] | None = None,
+    outputs: str | int | Iterable[str | int] | None = None,
     patterns: Iterable[Pattern] = (),
     calibration: Iterable[Any] | None = None,
     calibration_batches: int | None = None,

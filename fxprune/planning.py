@@ -45,7 +45,7 @@ def plan(
     bias: str | None = None,
     exact: bool = False,
     attention: str = "heads",
-    outputs: str | Iterable[str] | None = None,
+    outputs: str | int | Iterable[str | int] | None = None,
     patterns: Iterable[Pattern] = (),
     calibration: Iterable[Any] | None = None,
     calibration_batches: int | None = None,
@@ -92,7 +92,8 @@ def plan(
             wrong at the border.
         attention: cut attention into whole ``"heads"`` or into ``"head_dim"`` slices.
         outputs: names of the entries of the mapping or dataclass that the model returns which have
-            to stay as they are (``"logits"``); by default all that it returns keeps its width.
+            to stay as they are (``"logits"``), or their places in a tuple (``0``, where hidden
+            states come behind); by default all that it returns keeps its width.
         patterns: made by :func:`fxprune.pattern`, which hold for this call only, before any others.
         calibration: an iterable of inputs without labels, or of ``(input, label)``, whose labels
             are not used. What the channels that go said is predicted from those that stay, and

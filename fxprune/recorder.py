@@ -99,7 +99,7 @@ def record_training(model: nn.Module, example_input: Any, only: Any = None) -> T
 def record(
     model: nn.Module,
     example_input: Any,
-    only: Sequence[str] | None = None,
+    only: Sequence[str | int] | None = None,
     *,
     training: bool = False,
 ) -> Trace:

@@ -320,16 +320,19 @@ def without_state(model: nn.Module, result: Any) -> Any:
     return type(result)(**kept) if is_dataclass(result) else kept
 
 
-def wanted(model: nn.Module, result: Any, only: Sequence[str] | None) -> Any:
-    """What of a model's result has to stay as it is: the entries called ``only``, or all but its
-    own state."""
+def wanted(model: nn.Module, result: Any, only: Sequence[str | int] | None) -> Any:
+    """What of a model's result has to stay as it is: the entries called ``only``, or those at these
+    places of a tuple; or all but its own state."""
     if only is None:
         return without_state(model, result)
-    if not isinstance(result, Mapping):
+    if isinstance(result, (tuple, list)):
+        names = getattr(result, "_fields", ())
+        result = {**dict(enumerate(result)), **dict(zip(names, result, strict=False))}
+    elif not isinstance(result, Mapping):
         result = vars(result) if is_dataclass(result) else {}
     missing = [name for name in only if name not in result]
     if missing:
-        known = f"only {', '.join(map(repr, result))}" if result else "no mapping or dataclass"
+        known = f"only {', '.join(map(repr, result))}" if result else "one thing without a name"
         raise SettingError(
             f"outputs: {type(model).__name__} returns no {missing[0]!r}, but {known}"
         )
@@ -337,7 +340,7 @@ def wanted(model: nn.Module, result: Any, only: Sequence[str] | None) -> Any:
 
 
 def outputs(
-    model: nn.Module, example_input: Any, only: Sequence[str] | None = None
+    model: nn.Module, example_input: Any, only: Sequence[str | int] | None = None
 ) -> list[Tensor]:
     """Every tensor that the model returns and that has to stay, in eval mode without gradients."""
     args, kwargs = bind_inputs(example_input)

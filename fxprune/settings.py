@@ -93,8 +93,10 @@ def checked(given: Settings) -> Settings:
         outputs = (outputs,)
     elif outputs is not None:
         outputs = tuple(outputs) if isinstance(outputs, Iterable) else (outputs,)
-        if not outputs or not all(isinstance(name, str) for name in outputs):
-            raise SettingError(f"outputs={outputs!r} are no names of what the model returns")
+        if not outputs or not all(type(name) in (str, int) for name in outputs):
+            raise SettingError(
+                f"outputs={outputs!r} are neither names nor places of what the model returns"
+            )
     return replace(given, sparsity=sparsity, ignore=tuple(ignore), outputs=outputs)
 
 

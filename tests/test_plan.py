@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import NamedTuple
 
 import networkx as nx
 import pytest
@@ -172,6 +173,11 @@ def test_planning_twice_gives_the_same_plan_and_a_plan_serves_a_retrained_model(
     assert difference(run(small, X), run(masked, X)) < 1e-5
 
 
+class Both(NamedTuple):
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
 class Returns(nn.Module):
     def __init__(self, how):
         super().__init__()
@@ -181,6 +187,10 @@ class Returns(nn.Module):
         hidden = torch.sigmoid(self.a(x))
         if self.how == "tensor":
             return self.b(hidden)
+        if self.how == "tuple":
+            return self.b(hidden), (hidden, hidden.cos())
+        if self.how == "named":
+            return Both(self.b(hidden), hidden)
         return {"logits": self.b(hidden), "hidden": hidden}
 
 
@@ -192,8 +202,24 @@ def test_outputs_that_are_not_asked_for_may_shrink():
     assert small(x)["hidden"].shape == (3, 4) and small(x)["logits"].shape == (3, 2)
 
 
+@pytest.mark.parametrize("how, only", [("tuple", 0), ("named", "logits"), ("named", [0])])
+def test_places_of_a_tuple_name_outputs_too(how, only, tmp_path):
+    model = awake(Returns(how))
+    x = torch.randn(3, 4, dtype=torch.float64)
+    small = fxprune.prune(model, x, outputs=only)
+    logits, hidden = small(x)
+    assert logits.shape == (3, 2) and small.a.out_features == 4
+    plan = fxprune.plan(model, x, outputs=only)
+    assert difference([plan.mask(model)(x)[0]], [logits]) < 1e-9
+    plan.save(tmp_path / "plan.json")
+    again = fxprune.PruningPlan.load(tmp_path / "plan.json", model)
+    assert again.apply(model).a.out_features == 4
+    assert fxprune.prune(model, x)(x)[0].shape == (3, 2)
+
+
 @pytest.mark.parametrize("how, name, words", [
-    ("mapping", "logit", "only 'logits', 'hidden'"), ("tensor", "logits", "no mapping"),
+    ("mapping", "logit", "only 'logits', 'hidden'"), ("tensor", "logits", "one thing"),
+    ("tensor", 0, "one thing"), ("tuple", 2, "only 0, 1"), ("mapping", 0, "only 'logits'"),
 ])  # fmt: skip
 def test_outputs_that_the_model_does_not_return_are_an_error(how, name, words):
     with pytest.raises(fxprune.SettingError, match=words):

@@ -126,6 +126,10 @@ def _same(value: Any, option: str) -> Any:
     return value
 
 
+def _places(names: Sequence[str], option: str) -> Any:
+    return [int(name) if name.isdecimal() else name for name in names]
+
+
 def _value(text: str, option: str) -> Any:
     return inputs.value(text)
 
@@ -153,8 +157,9 @@ _SETTINGS: dict[str, tuple[Parse, dict[str, Any]]] = {
     "exact": (_same, {"is_flag": True, "default": None, "help": (
         "Keep a masked channel where zero padding needs one.")}),
     "attention": (_same, {"metavar": "heads|head_dim", "help": "How attention is cut."}),
-    "outputs": (_same, {"multiple": True, "metavar": "NAME", "help": (
-        "Name of what the model returns that has to stay, where it returns several things.")}),
+    "outputs": (_places, {"multiple": True, "metavar": "NAME", "help": (
+        "Name, or place, of what the model returns that has to stay, where that is several "
+        "things.")}),
 }  # fmt: skip
 
 

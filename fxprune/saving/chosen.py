@@ -59,7 +59,7 @@ class Chosen:
     attention: str
     bias: str
     exact: bool
-    outputs: tuple[str, ...] | None
+    outputs: tuple[str | int, ...] | None
     masked: bool
     dtype: torch.dtype | None
     example: Any
@@ -73,7 +73,9 @@ class Chosen:
         if wrong or any(type(value[k]) is not kind for k, kind in names.items()):
             raise Malformed("a run is recorded in a way that nobody knows")
         outputs = value["outputs"]
-        if outputs is not None and not _is_list_of(outputs, str):
+        if outputs is not None and not (
+            isinstance(outputs, list) and all(type(name) in (str, int) for name in outputs)
+        ):
             raise Malformed(f"outputs are {outputs!r}")
         if value["attention"] not in ATTENTION or value["bias"] not in BIASES:
             raise Malformed("a run has settings that nobody knows")
