@@ -8,7 +8,7 @@ are rigid: nothing along them can be removed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -154,6 +154,11 @@ class Channels:
     def with_axes(self, axes: Iterable[Axis]) -> Channels:
         """The same tensor with other axes; see :meth:`Axis.on`."""
         return Channels(self.shape, tuple(axes), self.scalar, self.sums_to_one)
+
+
+def blank_axes(x: Channels, dims: Container[int] | None) -> list[Axis]:
+    """Those of ``x`` whose slices are all alike; where ``dims`` are given, that lie along these."""
+    return [a for a in x.axes if a.blank and (dims is None or all(d in dims for d in a.dims))]
 
 
 def laid_over(rows: Tensor, dims: tuple[int, ...], over: Iterable[int]) -> Tensor:

@@ -7,7 +7,7 @@ a layer that reads them is a :class:`Read`, which decides how it is changed when
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .call import Call, Named, Roles, leaves
-from .channels import Axis, Channels, SourceAxis
+from .channels import Axis, Channels, SourceAxis, blank_axes
 from .expected import Moments
 from .recording import Trace
 from .relations import Relations
@@ -65,10 +65,12 @@ class Retold(Sayings):
                 axes.append(Axis(dims, axis.labels(), self.born(axis), source=axis))
         return Channels(view, tuple(axes), self.one(value))
 
-    def blank(self, call: Call, value: float | None) -> Channels:
-        known = self._before[call.node]
-        return known.with_axes(
-            axis.saying(self.filled(value, len(axis.units))) for axis in known.axes
+    def blank(
+        self, call: Call, value: float | None, dims: Container[int] | None = None
+    ) -> Channels:
+        before = self._before[call.node]
+        return before.with_axes(
+            axis.saying(self.filled(value, len(axis.units))) for axis in blank_axes(before, dims)
         )
 
 

@@ -182,11 +182,13 @@ class Discover(Sayings):
         self.decisions.setdefault(call.node, []).append(answer())
         return self.decisions[call.node][-1]
 
-    def blank(self, call: Call, value: float | None) -> Channels:
+    def blank(
+        self, call: Call, value: float | None, dims: Container[int] | None = None
+    ) -> Channels:
         self._spoken = None
         axes = []
         for d, n in enumerate(call.shape):
-            if n > 1 and call.spec.is_inexact:
+            if n > 1 and call.spec.is_inexact and (dims is None or d in dims):
                 labels = self.labels.fresh(n)
                 axes.append(Axis((d,), labels, self.filled(value, n), blank=True))
         return Channels(call.shape, tuple(axes))

@@ -6,7 +6,7 @@ that it is about; here they say nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -58,9 +58,11 @@ class Meanings:
     def resize(self, call: Call) -> None:
         """Give the call the arguments of this pass's widths."""
 
-    def blank(self, call: Call, value: float | None) -> Channels:
+    def blank(
+        self, call: Call, value: float | None, dims: Container[int] | None = None
+    ) -> Channels:
         """A result that the call fills with one value (None: not known): its widths are free, and
-        follow what it meets."""
+        follow what it meets. Where ``dims`` are given, along these."""
         return self.rigid_result(call)
 
     def source(self, value: Named, roles: Roles, view: tuple[int, ...] | None) -> Channels:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from . import registry
 from .answers import wrong_answers
 from .call import Call, Named, Roles, leaves
-from .channels import Axis, Channels, SourceAxis
+from .channels import Axis, Channels, SourceAxis, blank_axes
 from .faults import Fault, WrongSize, same_sizes
 from .layout import broadcast_shape, view_dims
 from .orders import Mismatch, Orders, matching
@@ -460,9 +460,11 @@ class Replay(Orders):
             return Channels(value.spec.shape if view is None else view, tuple(axes))
         return Channels(self.view_shape(value.name), tuple(axes))
 
-    def blank(self, call: Call, value: float | None) -> Channels:
-        x = self.before[call.node]
-        axes = (replace(a, units=self._compress(a.units, a.units)) for a in x.axes)
+    def blank(
+        self, call: Call, value: float | None, dims: Container[int] | None = None
+    ) -> Channels:
+        known = blank_axes(self.before[call.node], dims)
+        axes = (replace(a, units=self._compress(a.units, a.units)) for a in known)
         return Channels(call.shape, tuple(axes))
 
     def index_values(self, call: Call, index: Named, x: Channels, dim: int) -> Tensor | None:

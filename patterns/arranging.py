@@ -21,7 +21,8 @@ def new_expand(call, new):
 @register("expand", "broadcast_to", resize=new_expand)
 def expand(a, call):
     """y[i, j] = x[0, j]: slices of size 1 are repeated."""
-    return alike(spread(call), call.channels(), widths_read(a, call))
+    y = alike(spread(call), call.channels(), widths_read(a, call))
+    return repeated_by_a_number(a, call, y)
 
 
 @register("expand_as")
@@ -54,6 +55,20 @@ def given(call):
     return sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
 
 
+def repeated_by_a_number(a, call, y):
+    """What has no channels, and one slice that the code repeats as often as it says in a number:
+    as often as what it meets has slices."""
+    if y.axes:
+        return y
+    numbers, old = given(call), call.recorded(0, "input").shape
+    by, behind = len(y.shape) - len(old), len(y.shape) - len(numbers)
+    dims = [
+        d for d in range(max(behind, 0), len(y.shape))
+        if (d < by or old[d - by] == 1) and not a.varies(numbers[d - behind])
+    ]  # fmt: skip
+    return y.with_axes(a.blank(call, None, dims).axes) if dims else y
+
+
 def alike(y, x, widths):
     """One slice of ``x``, as often as another tensor has slices: they go with these."""
     by = len(y.shape) - len(x.shape)
@@ -74,13 +89,13 @@ def alike(y, x, widths):
 
 
 def new_repeat(call, new):
-    """As often as before, but for what is as often there as another tensor has slices."""
+    """As often as before, but for one slice, which is there as often as what it meets."""
     x, numbers = call.channels(), given(call)
     by = len(numbers) - len(x.shape)
     needed = [n.meta["spec"] if isinstance(n, fx.Node) else n for n in numbers]
-    for d, read in enumerate(widths_read(call.algebra, call)):
-        if read and read[0].axis(read[1]) and (d < by or x.shape[d - by] == 1):
-            needed[d] = read[0].shape[read[1]]
+    for d in range(len(needed)):
+        if d < by or x.shape[d - by] == 1:
+            needed[d] = new.result[d - len(numbers)]
     return with_sizes(call, needed, 1, "repeats" if call.word == "repeat" else "dims")
 
 
@@ -95,7 +110,8 @@ def repeat(a, call):
     shape = tuple(n * t for n, t in zip(wide.shape, times, strict=True))
     y = a.move(call, wide, lambda t: t.repeat(times), shape)
     widths = widths_read(a, call)
-    return alike(y, wide, [None] * (len(shape) - len(widths)) + widths)
+    y = alike(y, wide, [None] * (len(shape) - len(widths)) + widths)
+    return repeated_by_a_number(a, call, y)
 
 
 @register("repeat_interleave")

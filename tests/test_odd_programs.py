@@ -573,3 +573,37 @@ class Scattered(nn.Module):
 def test_rows_that_are_written_where_data_says_keep_no_channels(how):
     plan, small = check(Scattered(how), (rows(5, 4), torch.tensor([3, 1, 7, 12, 19])))
     assert small.a.out_features == 8
+
+
+class Gated(nn.Module):
+    """One gate for all channels, repeated as often as the code says."""
+
+    def __init__(self, repeated):
+        super().__init__()
+        self.a, self.gate, self.head = nn.Linear(8, 10), nn.Linear(8, 1), nn.Linear(10, 3)
+        self.width, self.repeated = 10, repeated
+
+    def forward(self, x):
+        gate = self.gate(x).sigmoid()
+        return self.head(self.a(x).cos() * self.repeated(self, gate) + 0.5)
+
+
+@pytest.mark.parametrize("repeated", [
+    lambda s, g: g.repeat(1, 1, 10), lambda s, g: g.expand(-1, -1, 10), lambda s, g: g.tile(10),
+    lambda s, g: g.repeat(1, 1, s.width), lambda s, g: g.expand(-1, -1, s.width),
+    lambda s, g: g.expand(*g.shape[:2], s.width),
+    lambda s, g: g.expand(-1, -1, s.head.in_features),
+    lambda s, g: torch.broadcast_to(g, (2, g.shape[1], 10)),
+], ids=["repeat", "expand", "tile", "repeat own", "own", "shape", "layer", "to"])  # fmt: skip
+def test_one_slice_is_repeated_as_often_as_there_are_channels(repeated):
+    plan, small = check(Gated(repeated), steps())
+    assert small.a.out_features == 5
+
+
+def test_one_slice_that_is_repeated_and_meets_what_stays_is_as_wide_as_that():
+    def forward(s, x):
+        wide = s.gate(x).sigmoid().expand(-1, -1, 8)
+        return s.head(s.a(x).sigmoid()) + s.out(wide + x)
+
+    check(Net(forward, a=nn.Linear(8, 10), gate=nn.Linear(8, 1), head=nn.Linear(10, 3),
+              out=nn.Linear(8, 3)), steps())  # fmt: skip
