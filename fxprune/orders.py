@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from .algebra import Algebra
 from .call import Call
 from .channels import Axis, Channels, SourceAxis
 from .faults import AtNode, WrongOrder
 from .recording import Trace
 from .relations import Relations
+from .walk import Walk
 
 _MANY = 2**31  # more than there are labels: two of them make one number
 
@@ -45,7 +45,7 @@ class Mismatch(Exception):
         self.line = call.node.meta.get("where", "") if call else ""
 
 
-class Orders(Algebra):
+class Orders(Walk):
     """Args:
     trace: the recorded run.
     relations: of the first walk.

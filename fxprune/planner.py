@@ -18,10 +18,11 @@ from .budgets.budget import Budget
 from .budgets.searching import Options
 from .calibration.reconstruction import Reconstruction
 from .channels import SourceAxis
-from .code import Code, rewrite
+from .code import Code
 from .constants import Constants
 from .faults import CannotRewrite, Fault
 from .fold import Folds, folds
+from .forwards import rewrite
 from .orders import Mismatch
 from .owed import Owed
 from .pruning_plan import PruningPlan

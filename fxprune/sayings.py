@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .algebra import Algebra
 from .call import Call, Named
 from .channels import Axis, Channels, SourceAxis, laid_over
 from .expected import Drawn, Masked
 from .recording import Trace
 from .spec import Spec
+from .walk import Walk
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Demand:
     over: Sequence[int] = ()
 
 
-class Sayings(Algebra):
+class Sayings(Walk):
     """Args:
     model: where values of parameters are read.
     telling: None where constants are not asked for.

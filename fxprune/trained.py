@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from torch import fx, nn
 
-from .algebra import IS_OUTPUT
 from .discover import Stays, discover
 from .flags import may_read_mode
 from .recording import Trace, uses_of
 from .relations import Relations
 from .running import named_tensors
+from .walk import IS_OUTPUT
 
 
 def in_training_alone(
