@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .channels import FROZEN, SourceAxis, components_of, distinct
+from .channels import SourceAxis, distinct
 from .relations import Note, Relations
 
 # Roles of slices that bring a channel into being; a group without one has nothing to remove.
@@ -114,19 +114,13 @@ def _explain(group: Group, relations: Relations) -> None:
 
 def _note_for(labels: np.ndarray, relations: Relations) -> Note | None:
     """What was said of slices, else of others that they hang together with."""
-    return _note_of(labels, relations) or _note_of(_connected(labels, relations), relations)
+    found = _note_of(labels, relations)
+    if found is None:
+        linked = relations.linked
+        found = _note_of(np.flatnonzero(np.isin(linked, linked[labels])), relations)
+    return found
 
 
 def _note_of(labels: np.ndarray, relations: Relations) -> Note | None:
     about = (n for n in relations.frozen if np.isin(n.units.numpy(), labels).any())
     return next(about, None)
-
-
-def _connected(labels: np.ndarray, relations: Relations) -> np.ndarray:
-    met = [pair for pairs in relations.meetings.values() for pair in pairs]
-    if not met:
-        return labels
-    left, right = (np.concatenate(sides) for sides in zip(*met, strict=True))
-    real = (left != FROZEN) & (right != FROZEN)
-    component = components_of(left[real], right[real], len(relations.classes))
-    return np.flatnonzero(np.isin(component, component[labels]))

@@ -20,7 +20,7 @@ from .running import modules_of, on_cpu, read_attribute
 
 @on_cpu()
 def mask(plan: Any, model: nn.Module) -> nn.Module:
-    """See :meth:`fxprune.plan.PruningPlan.mask`."""
+    """See :meth:`fxprune.pruning_plan.PruningPlan.mask`."""
     check_fits(plan, model)
     return masked(plan, model, plan.folds(model, mixes=not has_predictions(plan, model)))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import fx
 
 from .call import leaves
-from .channels import Channels, SourceAxis
+from .channels import FROZEN, Channels, SourceAxis, components_of
 from .meanings import Decisions
 from .sayings import Sayings
 
@@ -79,6 +80,15 @@ class Relations:
     # What the first walk heard beside; None where roles changed on the way, and with them what
     # slices say.
     said: Sayings | None = field(repr=False, default=None)
+
+    @cached_property
+    def linked(self) -> np.ndarray:
+        """A number for each label: the same for those that hang together by what met what."""
+        met = [pair for pairs in self.meetings.values() for pair in pairs]
+        empty = np.zeros(0, dtype=np.int64)
+        left, right = (np.concatenate([empty, *(pair[i] for pair in met)]) for i in range(2))
+        real = (left != FROZEN) & (right != FROZEN)
+        return components_of(left[real], right[real], len(self.classes))
 
     def quieten(self) -> None:
         """Let go of what was said: many numbers for each slice of each value."""

@@ -110,7 +110,7 @@ def _assign(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
 
 
 def apply(plan: Any, model: nn.Module, *, inplace: bool = False) -> nn.Module:
-    """See :meth:`fxprune.plan.PruningPlan.apply`."""
+    """See :meth:`fxprune.pruning_plan.PruningPlan.apply`."""
     small, _ = apply_with_journal(plan, model, inplace=inplace)
     return small
 
