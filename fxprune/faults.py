@@ -89,21 +89,34 @@ class WrongSize(AtNode):
                 yield name, index, needed
 
     def _numbers(self) -> Iterator[tuple[str, int | None, Any, int]]:
-        """Sizes that are attributes: name, index, what it was when recorded, what it has to be."""
+        """Sizes that are attributes, or one divided by another: name, index, what it was when
+        recorded, what it has to be."""
         position, name = self.place
         node: Any = self.node  # fx types an argument as one of a dozen things
         given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
         several = isinstance(given, (tuple, list)) and isinstance(self.needed, (tuple, list))
+        computed = self.computed if several else [self.computed]
         pairs = zip(given, self.needed, strict=False) if several else [(given, self.needed)]
-        for argument, needed in pairs:
+        for (argument, needed), now in zip(pairs, computed, strict=False):
             if not isinstance(argument, fx.Node) or not isinstance(needed, int):
                 continue
+            if argument.target is operator.floordiv and isinstance(now, int):
+                argument, needed = _dividend(argument, now, needed)
             index: Any = None
             if argument.target is operator.getitem and isinstance(argument.args[1], int):
                 argument, index = argument.args  # type: ignore[assignment]
             if argument.op == "get_attr":
                 known = argument.meta["spec"]
                 yield str(argument.target), index, known if index is None else known[index], needed
+
+
+def _dividend(quotient: fx.Node, now: int, needed: int) -> tuple[Any, int]:
+    """Of attributes ``width // heads``, where the number of heads is set already, the width; and
+    what it has to be for ``needed``."""
+    width: Any = quotient.args[0]
+    known: Any = width.meta["spec"] if isinstance(width, fx.Node) else None
+    exact = isinstance(known, int) and now > 0 and known % now == 0
+    return (width, needed * known // now) if exact else (quotient, needed)
 
 
 @dataclass

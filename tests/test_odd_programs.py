@@ -607,3 +607,22 @@ def test_one_slice_that_is_repeated_and_meets_what_stays_is_as_wide_as_that():
 
     check(Net(forward, a=nn.Linear(8, 10), gate=nn.Linear(8, 1), head=nn.Linear(10, 3),
               out=nn.Linear(8, 3)), steps())  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [
+    lambda s, x: (*x.shape[:2], s.heads, s.width // s.heads),
+    lambda s, x: (x.shape[0], -1, s.heads, s.width // s.heads),
+], ids=["all", "rest"])  # fmt: skip
+def test_a_width_that_is_divided_by_heads_is_set_with_them(sizes):
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.width, self.heads = 16, 4
+            self.a, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
+
+        def forward(self, x):
+            y = self.a(x).cos().view(*sizes(self, x))
+            return self.head((y * y.sum(-1, keepdim=True).sigmoid()).flatten(2))
+
+    plan, small = check(Heads(), steps())
+    assert not plan.code and (small.heads, small.width) == (2, 8)
