@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dis
 import functools
+from pathlib import Path
 from types import CodeType, FrameType
+
+import torch
 
 
 def is_check(frame: FrameType | None, answer: object) -> bool:
@@ -12,15 +15,32 @@ def is_check(frame: FrameType | None, answer: object) -> bool:
     other outcome than an error: ``assert``, or ``if``, with a ``raise``."""
     if frame is None or not isinstance(answer, bool):
         return False
-    return answer in _checked_at(frame.f_code).get(frame.f_lasti, ())
+    if answer not in _checked_at(frame.f_code).get(frame.f_lasti, ()):
+        return False
+    outer: FrameType | None = frame
+    while outer is not None and outer.f_code.co_name != WHERE_RUNS_BEGIN:
+        if not outer.f_code.co_filename.startswith(_TORCH) and _catches(outer.f_code):
+            return False
+        outer = outer.f_back
+    return True
+
+
+WHERE_RUNS_BEGIN = "_recorded"  # the function of :mod:`fxprune.recorder`
+_TORCH = f"{Path(torch.__file__).parent}/"
+
+
+@functools.lru_cache(maxsize=1024)
+def _catches(code: CodeType) -> bool:
+    """Whether a function catches errors, which may be its way to go on; ``with`` does not."""
+    names = [step.opname for step in dis.get_instructions(code)]
+    handlers = names.count("PUSH_EXC_INFO") + names.count("SETUP_FINALLY")
+    return handlers > names.count("WITH_EXCEPT_START")
 
 
 @functools.lru_cache(maxsize=256)
 def _checked_at(code: CodeType) -> dict[int, list[bool]]:
     """By the place of a condition in the code, the answers after which there is no error."""
     steps = [s for s in dis.get_instructions(code) if s.opname not in _NOTHING]
-    if any(step.opname in _CATCHING for step in steps):
-        return {}
     at = {step.offset: i for i, step in enumerate(steps)}
     found: dict[int, list[bool]] = {}
     for i, step in enumerate(steps):
@@ -42,10 +62,11 @@ def _raises(steps: list[dis.Instruction], start: int) -> bool:
     for step in steps[start:]:
         if step.opname == "RAISE_VARARGS":
             return True
+        if step.argval == "StopIteration":  # a loop ends
+            return False
         if "JUMP" in step.opname or "RETURN" in step.opname or "YIELD" in step.opname:
             return False
     return False
 
 
-_CATCHING = ("PUSH_EXC_INFO", "SETUP_FINALLY")  # an error may be a way to go on
 _NOTHING = ("CACHE", "NOP", "EXTENDED_ARG")

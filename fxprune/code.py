@@ -5,6 +5,7 @@ Models that were saved with such a forward, and the source itself, name what is 
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import linecache
@@ -89,11 +90,22 @@ def _make_class(base: Any, code: Code | Borrowed) -> type:
         "_fxprune_stale": stale,
         "forward": code.function(),
     }
+    if issubclass(base, fx.GraphModule):  # whose copies are made from its graph
+        space["__deepcopy__"] = _copied
     return type(base.__name__, (base,), space)
 
 
-def _stale(base: Any, name: str) -> Callable[..., Any]:
-    @functools.wraps(inspect.unwrap(getattr(base, name)))
+def _copied(self: Any, memo: dict[int, Any]) -> Any:
+    new = memo[id(self)] = object.__new__(type(self))
+    vars(new).update(copy.deepcopy(vars(self), memo))
+    return new
+
+
+def _stale(base: Any, name: str) -> Any:
+    old = inspect.getattr_static(base, name)
+    function = getattr(old, "fget", None) or getattr(old, "__func__", old)
+
+    @functools.wraps(inspect.unwrap(function))
     def stale(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise PruningError(
             f"{base.__name__}.{name} holds sizes that this model had before it was pruned. Its "
@@ -101,7 +113,7 @@ def _stale(base: Any, name: str) -> Callable[..., Any]:
             "or write the sizes as attributes or shapes and prune it again"
         )
 
-    return stale
+    return property(stale) if isinstance(old, property) else stale
 
 
 def _restore(base: type, code: Code | Borrowed) -> Any:

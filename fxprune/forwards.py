@@ -23,14 +23,7 @@ from .code import Code, _keys, expect_answer, expect_argument, take
 from .faults import CannotRewrite, Fault, WrongOrder, WrongSize, same_sizes
 from .flags import depend_on_mode, may_read_mode, reads_mode_of_others
 from .modes import Differences, differences
-from .near import (
-    codes_near,
-    lies_in,
-    methods_of_forward,
-    names_in,
-    read_by_forward,
-    set_by_forward,
-)
+from .near import codes_near, methods_with, names_in, read_by_forward, set_by_forward
 from .ops import argument_names
 from .recording import ModuleCall, Trace, is_size
 from .replay import Replay
@@ -56,12 +49,8 @@ def rewrite(
     """
     path = trace.calls[index].path
     cls: Any = type(read_attribute(trace.model, path) if path else trace.model)
-    methods = {method.__name__: method.__code__ for method in methods_of_forward(cls)}
     stale = [*vars(cls).get("_fxprune_stale", ())]  # of an earlier pruning
-    stale += [
-        name for name, code in methods.items()
-        if name != "forward" and any(lies_in(fault.line, code) for fault in faults)
-    ]  # fmt: skip
+    stale += methods_with(cls, [fault.line for fault in faults])
     if sum(call.path == path for call in trace.calls) > 1:
         raise CannotRewrite(f"{path or 'the model'} runs more than once")
     return Code.of(_Body(trace, index, faults, replay, trained).build(), tuple(stale))
@@ -118,7 +107,7 @@ class _Body:
         for child in children.values():
             self._child(child)
         output = self.call.output
-        if self.call.parent is None:
+        if self.call.parent is None and output is None:
             output = next(n for n in self.trace.graph.nodes if n.op == "output").args[0]
         self._questions(at_once=False)
         self.graph.output(self._value(output))

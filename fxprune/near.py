@@ -84,8 +84,28 @@ def global_names(code: CodeType) -> frozenset[str]:
     return frozenset(step.argval for step in steps if step.opname == "LOAD_GLOBAL")
 
 
-def lies_in(line: str, code: CodeType) -> bool:
-    """Whether a line (``file:number``) is one of a function's."""
+def methods_with(cls: type, lines: Iterable[str]) -> list[str]:
+    """Names of a class's own and inherited methods (and properties) in which one of ``lines``
+    (``file:number``) lies; its forward is none of them."""
+    names = {
+        name for base in cls.__mro__ if package_of(base) != "torch" and base is not object
+        for name, value in vars(base).items()
+        if not name.startswith("__") and name != "forward"
+        and any(_lies_in(line, code) for code in _own_codes(value) for line in lines)
+    }  # fmt: skip
+    return sorted(names)
+
+
+def _own_codes(value: Any) -> Iterator[CodeType]:
+    if isinstance(value, property):
+        for function in (value.fget, value.fset):
+            yield from _own_codes(function)
+    function = inspect.unwrap(getattr(value, "__func__", value))
+    if inspect.isfunction(function):
+        yield function.__code__
+
+
+def _lies_in(line: str, code: CodeType) -> bool:
     file, _, number = line.rpartition(":")
     lines = [n for *_, n in code.co_lines() if n is not None]
     return code.co_filename == file and min(lines) <= int(number) <= max(lines)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -27,7 +26,7 @@ from .errors import InputError, ModelError, PruningError
 from .flags import depend_on_mode
 from .mask import is_of_masks, unmasked
 from .modes import flags_of
-from .nodes import Nodes, frame_of_model, is_model_code, where
+from .nodes import Nodes, frame_of_model, where
 from .ops import op_name
 from .pattern_types import Pattern
 from .probe import probe
@@ -164,7 +163,10 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
         except Exception as error:
             raise _Failed from error
         recorder.nodes.close()
-        recorder.nodes.graph.output(recorder.nodes.argument(wanted(model, output, only)))
+        nodes = recorder.nodes
+        if only is not None:  # a new forward returns the rest, too
+            recorder.calls[0].output = nodes.handed(output)
+        nodes.graph.output(nodes.argument(wanted(model, output, only, training=training)))
         recorder.nodes.let_go()
     nodes = recorder.nodes
     return Trace(
@@ -212,8 +214,6 @@ class _Recorder(TorchFunctionMode):
         """Note what the model's own code asks of sizes."""
 
         def note(function: Callable[..., Any], operands: tuple[Any, ...], answer: Any) -> None:
-            if function is hash and not is_model_code(sys._getframe(2)):
-                return
             if self.nodes.running and not self._suspended and not self._inside_torch:
                 operands = tuple(map(self.nodes.own, operands))
                 question = sizes.Question(function, operands, answer, where())
@@ -439,7 +439,8 @@ class _Recorder(TorchFunctionMode):
             with beneath:
                 value = run(*args, **kwargs)
         strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
-        if strided and args and value is args[0] and op_name(target) in _CASTS:
+        cast = strided and args and value is args[0] and op_name(target) in _CASTS
+        if cast and id(value) not in self.nodes.named:
             value = torch.ops.aten.alias(value)  # it is another for inputs of another type
         changed = [t for t, version in before if t._version != version]
         if not changed and not tree.tensors(value):

@@ -320,9 +320,12 @@ def without_state(model: nn.Module, result: Any) -> Any:
     return type(result)(**kept) if is_dataclass(result) else kept
 
 
-def wanted(model: nn.Module, result: Any, only: Sequence[str | int] | None) -> Any:
+def wanted(
+    model: nn.Module, result: Any, only: Sequence[str | int] | None, *, training: bool = False
+) -> Any:
     """What of a model's result has to stay as it is: the entries called ``only``, or those at these
-    places of a tuple; or all but its own state."""
+    places of a tuple; or all but its own state. In training mode models return other things."""
+    whole = result
     if only is None:
         return without_state(model, result)
     if isinstance(result, (tuple, list)):
@@ -331,6 +334,8 @@ def wanted(model: nn.Module, result: Any, only: Sequence[str | int] | None) -> A
     elif not isinstance(result, Mapping):
         result = vars(result) if is_dataclass(result) else {}
     missing = [name for name in only if name not in result]
+    if missing and training:
+        return without_state(model, whole)
     if missing:
         known = f"only {', '.join(map(repr, result))}" if result else "one thing without a name"
         raise SettingError(

@@ -13,7 +13,7 @@ import numpy as np
 from torch import fx, nn
 
 from .discover import Stays, discover
-from .flags import may_read_mode
+from .flags import hands_mode_on, may_read_mode
 from .recording import Trace, uses_of
 from .relations import Relations
 from .running import named_tensors
@@ -31,7 +31,7 @@ def in_training_alone(
     """
     left = _unused(trace)
     left = left if any(map(may_read_mode, dict.fromkeys(trace.modules.values()))) else set()
-    training = trained() if left or any(map(may_read_mode, _returning(trace))) else None
+    training = trained() if left or any(map(_goes_by_mode, _returning(trace))) else None
     if training is None:
         return []
     own = left & set(uses_of(training))
@@ -74,6 +74,10 @@ def _returned(there: Relations, relations: Relations) -> list[Stays]:
         if len(slices):
             found.append(Stays(key, slices, f"{IS_OUTPUT}, in training mode alone"))
     return found
+
+
+def _goes_by_mode(module: nn.Module) -> bool:
+    return may_read_mode(module) and hands_mode_on(module) is None
 
 
 def _returning(trace: Trace) -> list[nn.Module]:

@@ -15,7 +15,7 @@ def like(a, call):
     value = 0.0 if call.word == "zero" else call.arg(1, "value") if call.word == "fill" else None
     if isinstance(value, (bool, int, float)):
         return a.overwritten(x, value)
-    if call.word in ("zeros_like", "ones_like", "full_like", "fill"):
+    if call.word in ("zeros_like", "ones_like", "full_like") and len(call.inputs) == 1:
         return a.meet(call, [x], lambda t: call.replay([t[0].nan_to_num()]), x.shape)
     return a.forget(x)
 
