@@ -30,7 +30,7 @@ from .holding import kept_besides
 from .recording import after_write
 from .running import named_tensors, read_attribute
 from .spec import BASIC, TOLD, spec
-from .written import is_written
+from .written import place_of, reads_behind
 
 # Nothing in a frame of these folders is the user's own code.
 REWRITTEN = "<rewritten by fxprune"  # file of a forward that an earlier pruning has written
@@ -81,7 +81,8 @@ class Nodes:
         # id of a live tensor -> (weak reference, node, path of keys into the node's result)
         self._known: dict[int, tuple[weakref.ref, fx.Node, tuple[Any, ...]]] = {}
         self._memo: dict[Any, fx.Node] = {}
-        self._told: dict[Any, Callable[[], fx.Node]] = {}  # types and devices that tensors told
+        # Types and devices that tensors told, by where in the source that was.
+        self._told: dict[Any, tuple[Any, Callable[[], fx.Node]]] = {}
 
     def placeholders(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -136,9 +137,10 @@ class Nodes:
             return self.add(self.graph.call_function(type(value), (), fields), value)
         if isinstance(value, (tuple, list, dict, slice)):
             return tree.rebuild(value, self.argument)
-        told = self._told.get(value) if isinstance(value, (*TOLD, str)) else None
-        if told is not None and not is_written(value, frame_of_model()):
-            return told()
+        if self._told and isinstance(value, (*TOLD, str)):
+            told = self._told_of(value)
+            if told is not None:
+                return told
         if isinstance(value, bool) or type(value) in BASIC:
             return value
         if isinstance(value, range):
@@ -156,6 +158,9 @@ class Nodes:
     def tells(self, x: torch.Tensor, name: str, value: Any) -> None:
         """Code has asked a tensor for its type or device (``value``, by ``name``), which it may
         pass on."""
+        place = place_of(frame_of_model())
+        if place is None:
+            return
         known = self._known.get(id(x))
         if known is None or known[0]() is not x:
             if id(x) not in self.named:
@@ -175,7 +180,17 @@ class Nodes:
                 self._memo[key] = self.add(made, value)
             return self._memo[key]
 
-        self._told[value] = node
+        self._told[place] = value, node
+
+    def _told_of(self, value: Any) -> fx.Node | None:
+        """The node for a type or a device that the code has from a tensor, as far as its source
+        says so; None for a literal."""
+        frame = frame_of_model()
+        for place in reads_behind(frame, _outer) if frame is not None else ():
+            found = self._told.get(place)
+            if found is not None and found[0] == value:
+                return found[1]()
+        return None
 
     def escapes(self, value: torch.Tensor, to: str) -> None:
         reason = f"its values leave PyTorch through {to}"
@@ -350,6 +365,14 @@ def frame_of_model() -> FrameType | None:
     while frame is not None and not is_model_code(frame):
         frame = frame.f_back
     return frame
+
+
+def _outer(frame: FrameType) -> FrameType | None:
+    """The frame of the model's code that has called this one."""
+    outer = frame.f_back
+    while outer is not None and not is_model_code(outer):
+        outer = outer.f_back
+    return outer
 
 
 def is_model_code(frame: FrameType) -> bool:

@@ -52,6 +52,7 @@ from .told import (
     variables,
 )
 from .unsaid import OWN_CONTEXT, READ_PAST_SIZES, Kept, contexts, odd_container
+from .written import is_message
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
@@ -214,6 +215,8 @@ class _Recorder(TorchFunctionMode):
         """Note what the model's own code asks of sizes."""
 
         def note(function: Callable[..., Any], operands: tuple[Any, ...], answer: Any) -> None:
+            if function in (str, repr, format) and is_message(frame_of_model()):
+                return
             if self.nodes.running and not self._suspended and not self._inside_torch:
                 operands = tuple(map(self.nodes.own, operands))
                 question = sizes.Question(function, operands, answer, where())
@@ -440,7 +443,7 @@ class _Recorder(TorchFunctionMode):
                 value = run(*args, **kwargs)
         strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
         cast = strided and args and value is args[0] and op_name(target) in _CASTS
-        if cast and id(value) not in self.nodes.named:
+        if cast and id(value) not in self.nodes.named and not torch.is_grad_enabled():
             value = torch.ops.aten.alias(value)  # it is another for inputs of another type
         changed = [t for t, version in before if t._version != version]
         if not changed and not tree.tensors(value):

@@ -1,7 +1,8 @@
-"""Whether a type or a device that a call gets is written in the code, or comes from a tensor.
+"""What the source says of a call: which of its arguments a tensor was asked for.
 
 ``x.to(y.dtype)`` and ``x.to(torch.float32)`` get the same object, which does not know where it came
-from: the source tells.
+from. The source does: reads of ``y.dtype`` are kept by their place in it, and a call whose argument
+is that expression, or a name that was given it, is one that goes by ``y``.
 """
 
 from __future__ import annotations
@@ -10,74 +11,164 @@ import ast
 import functools
 import itertools
 import linecache
-from collections.abc import Iterator
-from types import FrameType
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
 from typing import Any
 
-import torch
-
 Place = tuple[int | None, int | None, int | None, int | None]  # lines and columns, from and to
+Key = tuple[str, Place]  # of an expression in a file
 
 
-def is_written(value: torch.dtype | torch.device | str, frame: FrameType | None) -> bool:
-    """Whether the call that ``frame`` makes now has ``value`` as a literal among its arguments, or
-    as a name that was given one. Where the source is not there to be asked, it counts as one."""
+def place_of(frame: FrameType | None) -> Key | None:
+    """Of the expression that ``frame`` is at; None where Python (3.10) does not know."""
     code = frame and frame.f_code
-    if frame is None or code is None or not hasattr(code, "co_positions"):  # Python 3.10
-        return True
+    if frame is None or code is None or not hasattr(code, "co_positions"):
+        return None
     place = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))
-    call, function = _calls(code.co_filename).get(place, (None, None))
-    if call is None:
-        return True
-    found = set(_words(call.args, call.keywords))
-    names = [word for word in found if word in _assigned(function)]
-    found.update(word for name in names for word in _words([_assigned(function)[name]], []))
-    if isinstance(value, str):
-        return value in found
-    kind = type(value).__name__  # dtype, device
-    return kind not in found and not found.isdisjoint(_names(value))
+    return code.co_filename, place
+
+
+def reads_behind(frame: FrameType, outer: Callable[[FrameType], FrameType | None]) -> list[Key]:
+    """Reads (``y.dtype``, ``y.type()``) that arguments of the call are which ``frame`` makes.
+
+    Args:
+        outer: the frame of the model's code that has called a frame's.
+    """
+    key = place_of(frame)
+    if key is None:
+        return []
+    made = _source(key[0]).calls.get(key[1])
+    if made is None:
+        return []
+    given = (*made.node.args, *(keyword.value for keyword in made.node.keywords))
+    return [read for each in given for read in _behind(each, made.function, frame, outer, 0)]
+
+
+def is_message(frame: FrameType | None) -> bool:
+    """Whether what ``frame`` is at is a part of something that is only said, to a log say."""
+    key = place_of(frame)
+    if key is None or None in key[1]:
+        return False
+    first, last, start, end = key[1]
+    return any(
+        (a, c) <= (first, start) and (last, end) <= (b, d)
+        for a, b, c, d in _source(key[0]).messages
+    )
+
+
+_MESSAGES = frozenset(
+    ("print", "debug", "info", "warning", "warn", "warning_once", "error", "exception", "log")
+)
+_DEEP = 8  # names that are given names
+
+
+@dataclass
+class _Call:
+    node: ast.Call
+    function: Any  # that it is in
+
+
+@dataclass
+class _Source:
+    calls: dict[Place, _Call] = field(default_factory=dict)
+    messages: list[Any] = field(default_factory=list)
 
 
 @functools.lru_cache(maxsize=64)
-def _calls(filename: str) -> dict[Place, tuple[ast.Call, Any]]:
-    """Calls of a file by place, each with the function that it is in."""
+def _source(filename: str) -> _Source:
+    found = _Source()
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:
-        return {}
-    found: dict[Place, tuple[ast.Call, Any]] = {}
+        return found
     waiting: list[tuple[ast.AST, Any]] = [(tree, tree)]
     while waiting:
         node, function = waiting.pop()
         if isinstance(node, ast.Call):
-            place = (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
-            found[place] = (node, function)
+            for place in _places(node, node.func):
+                found.calls[place] = _Call(node, function)
+            if _name(node.func) in _MESSAGES:
+                found.messages.append(_places(node)[0])
         inside = node if isinstance(node, (ast.FunctionDef, ast.Lambda)) else function
         waiting += [(child, inside) for child in ast.iter_child_nodes(node)]
     return found
 
 
+def _places(node: Any, attribute: Any = None) -> list[Place]:
+    """Where Python says that an expression is: one that is an attribute, or calls one, may begin
+    with its name."""
+    places = [(node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)]
+    if isinstance(attribute, ast.Attribute) and attribute.end_lineno != node.lineno:
+        start = attribute.end_col_offset - len(attribute.attr)  # type: ignore[operator]
+        places.append((attribute.end_lineno, node.end_lineno, start, node.end_col_offset))
+    return places
+
+
+def _name(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _behind(value: Any, function: Any, frame: FrameType, outer: Any, depth: int) -> Iterator[Key]:
+    file = frame.f_code.co_filename
+    if isinstance(value, ast.Attribute):
+        yield from ((file, place) for place in _places(value, value))
+    elif isinstance(value, ast.Call) and not value.args and _name(value.func) == "type":
+        yield from ((file, place) for place in _places(value, value.func))
+    elif isinstance(value, ast.Name) and depth < _DEEP:
+        given = _given(function).get(value.id, [])
+        if len(given) == 1:
+            yield from _behind(given[0], function, frame, outer, depth + 1)
+        elif not given:
+            yield from _passed(value.id, frame, outer, depth + 1)
+
+
+def _passed(name: str, frame: FrameType, outer: Any, depth: int) -> Iterator[Key]:
+    """What the caller has passed as the argument ``name``."""
+    code, caller = frame.f_code, outer(frame)
+    key = place_of(caller)
+    made = None if key is None else _source(key[0]).calls.get(key[1])
+    if caller is None or made is None:
+        return
+    named = {k.arg: k.value for k in made.node.keywords}
+    at = _position(code, name)
+    if name in named:
+        given = named[name]
+    elif at is not None and at < len(made.node.args):
+        given = made.node.args[at]
+    else:
+        return
+    yield from _behind(given, made.function, caller, outer, depth)
+
+
+def _position(code: CodeType, name: str) -> int | None:
+    names = code.co_varnames[: code.co_argcount]
+    names = names[1:] if names[:1] in (("self",), ("cls",)) else names
+    return names.index(name) if name in names else None
+
+
 @functools.lru_cache(maxsize=1024)
-def _assigned(function: Any) -> dict[str, ast.expr]:
-    """What each local name of a function is given, the last time."""
-    given = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
-    return {t.id: node.value for node in given for t in node.targets if isinstance(t, ast.Name)}
-
-
-def _words(args: list[ast.expr], keywords: list[ast.keyword]) -> Iterator[Any]:
-    for argument in (*args, *(keyword.value for keyword in keywords)):
-        for node in ast.walk(argument):
-            if isinstance(node, ast.Attribute):
-                yield node.attr
-            elif isinstance(node, ast.Name):
-                yield node.id
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
-
-
-@functools.cache
-def _names(value: torch.dtype | torch.device) -> set[str]:
-    if isinstance(value, torch.device):
-        return {value.type, str(value), "device"}
-    names = {name for name, known in vars(torch).items() if known is value}
-    return names | {str(value).removeprefix("torch.")}
+def _given(function: Any) -> dict[str, list[ast.expr]]:
+    """What each local name of a function is given, wherever it is; None, which generated code gives
+    to what it needs no more, is nothing."""
+    found: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            pairs = [(target, node.value) for target in node.targets]
+        elif isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr)) and node.value:
+            pairs = [(node.target, node.value)]
+        else:
+            continue
+        for target, value in pairs:
+            each: Any = [(target, value)]
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                each = zip(target.elts, value.elts, strict=False)
+            for one, its in each:
+                if isinstance(its, ast.Constant) and its.value is None:
+                    continue
+                if isinstance(one, ast.Name):
+                    found.setdefault(one.id, []).append(its)
+                elif isinstance(one, ast.Tuple):  # of what it is given nothing is known
+                    for name in (n for n in ast.walk(one) if isinstance(n, ast.Name)):
+                        found.setdefault(name.id, []).append(ast.Constant(...))
+    return found

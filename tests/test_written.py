@@ -51,7 +51,36 @@ def of_another(x):
     return x.new_zeros(x.shape[1], dtype=x.cos().dtype)
 
 
-@pytest.mark.parametrize("count", [of_input, by_name, moved, typed, there_and_back, of_another])
+def made(n, device, dtype=None):
+    return torch.arange(n, device=device).to(dtype)
+
+
+def in_a_helper(x):
+    return made(x.shape[1], x.device, dtype=x.dtype)
+
+
+def in_a_chain(x):
+    return (x
+            .float()
+            .mean(-1)
+            .to(x.dtype))  # fmt: skip
+
+
+def of_the_one_that_was_asked(x):
+    keep, wide = x.dtype, x.float()
+    least = torch.finfo(wide.dtype).min
+    return wide.clamp(min=least).mean(-1).to(keep)
+
+
+def in_pairs(x):
+    n, kind = x.shape[1], x.dtype
+    return torch.arange(n).to(kind)
+
+
+@pytest.mark.parametrize("count", [
+    of_input, by_name, moved, typed, there_and_back, of_another, in_a_helper, in_a_chain,
+    of_the_one_that_was_asked, in_pairs,
+])  # fmt: skip
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
 def test_new_code_goes_by_the_type_of_what_it_gets(count, kind):
     net, small = written_anew(count)
@@ -66,22 +95,81 @@ def test_new_code_goes_where_its_input_is(count):
     assert small.to("meta")(X.to("meta")).is_meta
 
 
-def single(x):
-    seen = x.dtype  # that of the run, by chance
-    return torch.arange(x.shape[1], dtype=torch.float32) + torch.zeros(1, dtype=seen)[0].item()
+UP = torch.float32
 
 
-def by_a_name_of_its_own(x):
+def cast(x, kind=torch.float32):
+    return x.to(kind)
+
+
+def written(x):
+    return x.to(torch.float32)
+
+
+def of_a_module(x):
+    return x.to(UP)
+
+
+def by_default(x):
+    return cast(x)
+
+
+def handed_to_a_helper(x):
+    return cast(x, torch.float32)
+
+
+def called_dtype(x):
+    dtype = torch.float32
+    return x.to(dtype)
+
+
+def annotated(x):
+    kind: torch.dtype = torch.float32
+    return x.to(kind)
+
+
+def paired(x):
+    _, kind = 1, torch.float32
+    return x.to(kind)
+
+
+def in_a_closure(x):
     kind = torch.float32
-    return torch.arange(x.shape[1], dtype=kind) if x.dtype is not kind else x.mean(-1).to(kind)
+    return (lambda t: t.to(kind))(x)
 
 
-@pytest.mark.parametrize("count", [single, by_a_name_of_its_own])
-def test_a_type_that_is_written_stays(count):
-    net = awake(Net(lambda s, x: s.a(x).mul(0).mean(-1) + count(x), a=nn.Linear(3, 8))).float()
-    graph = fxprune.trace(net, X)
-    assert graph.double()(X.double()).dtype == torch.float64  # of float64 and float32
-    assert "float32" in graph.code
+def promoted(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def usual(x):
+    return x.to(torch.get_default_dtype())
+
+
+def looked_up(x):
+    return x.to({"wide": torch.float32}["wide"])
+
+
+@pytest.mark.parametrize("up", [
+    written, of_a_module, by_default, handed_to_a_helper, called_dtype, annotated, paired,
+    in_a_closure, promoted, usual, looked_up,
+])  # fmt: skip
+def test_a_type_that_is_written_stays(up):
+    """What is computed in single precision for its range must not be in half."""
+
+    def forward(s, x):
+        keep = x.dtype
+        y = up(s.a(x).view(-1, x.shape[1], 8))
+        return s.b((y * torch.rsqrt((y * y).sum(1, keepdim=True))).to(keep))
+
+    net = awake(Net(forward, a=nn.Linear(3, 8), b=nn.Linear(8, 2))).float()
+    with torch.no_grad():
+        net.a.weight.mul_(300)
+    small = fxprune.prune(net, X, bias="drop")
+    for each in (small, fxprune.prune(net, X, bias="drop", as_graph=True)):
+        found = each.to(torch.float16)(X.half())
+        assert found.dtype == torch.float16 and found.isfinite().all()
+        assert (found - each.b.bias).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("count", [of_input, moved, there_and_back])
