@@ -391,6 +391,13 @@ def test_flags_of_channels_shrink_with_them(chosen):
     assert small.flags.equal(net.flags[plan.kept["flags"][0]]) and len(small.flags) == 4
 
 
+@pytest.mark.parametrize("asked", [torch.any, torch.all, torch.sum, torch.count_nonzero])
+def test_flags_that_are_counted_stay(asked):
+    net = flagged(lambda s, x: s.head(s.a(x).sigmoid().masked_fill(s.flags, 0.2) * asked(s.flags)))
+    plan, small = check(net, rows(), shrinks=False)
+    assert len(small.flags) == 8
+
+
 def test_flags_that_choose_which_channels_are_read_stay():
     net = flagged(lambda s, x: s.head2(s.a(x).sigmoid()[:, s.flags]))
     net.head2 = nn.Linear(5, 3)
@@ -626,3 +633,15 @@ def test_a_width_that_is_divided_by_heads_is_set_with_them(sizes):
 
     plan, small = check(Heads(), steps())
     assert not plan.code and (small.heads, small.width) == (2, 8)
+
+
+@pytest.mark.parametrize("copied", [
+    lambda y: torch.empty_like(y).copy_(y), lambda y: torch.zeros_like(y).copy_(y.cos()),
+    lambda y: y.new_zeros(y.shape).copy_(y[:1]), lambda y: y.clone().copy_(y.mean(0)),
+], ids=["empty", "zeros", "row", "over"])  # fmt: skip
+def test_copies_have_the_channels_of_what_they_copy(copied):
+    net = Net(
+        lambda s, x: s.head(copied(s.a(x).sigmoid())), a=nn.Linear(5, 8), head=nn.Linear(8, 3)
+    )
+    plan, small = check(net, rows())
+    assert small.a.out_features == 4
