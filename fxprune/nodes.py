@@ -319,13 +319,28 @@ class Nodes:
         """A mask would hand out another tensor at each reading."""
         self.kept_whole.append((self.tensor(own), "the model writes to it as it runs", line))
 
+    def _comes_from(self, value: Any, name: str) -> bool:
+        waiting, seen = [value], set()
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, fx.Node) and node not in seen:
+                seen.add(node)
+                if node.op == "get_attr" and node.target == name:
+                    return True
+                waiting += node.all_input_nodes
+        return False
+
     def changed_in_place(self, changed: torch.Tensor, node: fx.Node, result: Any) -> None:
         """Other live tensors on the memory that ``node`` wrote to are new values from here on."""
         storage = _memory(changed)
         for own in self._held_in.get(storage, ()):
             self._written(own, where())
-        if storage in self._parameters:
-            self.written.add(self.named[id(self._parameters[storage])])
+        parameter = self._parameters.get(storage)
+        if parameter is not None:
+            self.written.add(self.named[id(parameter)])
+            others = (*node.args[1:], *node.kwargs.values())
+            if any(self._comes_from(other, self.named[id(parameter)]) for other in others):
+                self._written(parameter, where())  # of what it is itself: its norm, its mean
         for key, (reference, before, path) in list(self._known.items()):
             other = reference()
             if other is None:

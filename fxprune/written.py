@@ -58,7 +58,18 @@ def is_message(frame: FrameType | None) -> bool:
 
 
 _MESSAGES = frozenset(
-    ("print", "debug", "info", "warning", "warn", "warning_once", "error", "exception", "log")
+    (
+        "print",
+        "debug",
+        "info",
+        "warning",
+        "warn",
+        "warning_once",
+        "error",
+        "exception",
+        "log",
+        "_assert",
+    )
 )
 _DEEP = 8  # names that are given names
 

@@ -471,9 +471,22 @@ class Constrained(nn.Conv2d):
             self.weight.data.clamp_(-0.1, 0.1)
         elif self.how == "sets":
             self.weight.data = self.weight.data * self.mask
+        elif self.how == "norms":
+            self.weight.data.div_(self.weight.data.norm(dim=0))
+        elif self.how == "centres":
+            with torch.no_grad():
+                self.weight.copy_(self.weight - self.weight.mean())
         else:
             self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
         return super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["norms", "centres"])
+def test_weights_that_are_written_by_what_they_are_stay(how):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sigmoid(), Constrained(how, 8, 12, 3), nn.Sigmoid(),
+                        nn.Conv2d(12, 3, 1), nn.Sigmoid(), nn.Conv2d(3, 4, 1))  # fmt: skip
+    small = fxprune.prune(awake(net), image(3))
+    assert small[2].weight.shape[:2] == (12, 8) and small[4].out_channels == 2
 
 
 @pytest.mark.parametrize("how", ["masks", "clamps", "sets", "renorms"])
