@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fxprune import algebra, fusions, registry
+from fxprune import fusions, registry, walk
 from fxprune.targets import label
 
 Found = dict[str, dict[str, set[str]]]  # row -> what was called -> tests
@@ -23,7 +23,7 @@ class Recorder:
         self.file = file
         self.test = ""
         self.found: Found = defaultdict(lambda: defaultdict(set))
-        self.apply, self.find = algebra.Algebra.apply, fusions.find
+        self.apply, self.find = walk.Walk.apply, fusions.find
 
     def watch(self) -> None:
         def apply(a: Any, call: Any) -> Any:
@@ -37,7 +37,7 @@ class Recorder:
                 self.found[f"run {fusion.name}"][fusion.name].add(self.test)
             return result
 
-        algebra.Algebra.apply = apply
+        walk.Walk.apply = apply
         fusions.find = find
 
     @pytest.hookimpl(wrapper=True)
