@@ -26,7 +26,7 @@ from .registry import as_patterns, every, scope
 from .running import on_cpu, uncollected
 from .sayings import Telling
 from .settings import Settings, check_names, checked, for_model
-from .trained import in_training_alone
+from .trained import InTrainingAlone
 
 
 @on_cpu()
@@ -173,7 +173,7 @@ def make_plan(
             trace,
             attention=settings.attention,
             telling=telling if heard else None,
-            stays=partial(in_training_alone, trace, trained, attention=settings.attention),
+            stays=InTrainingAlone(trace, trained, attention=settings.attention),
         )
         chooser = planner(trace, relations, settings, example_input, trained, found, telling)
         if settings.importance == "reconstruction" and batches is not None:

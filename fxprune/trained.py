@@ -7,6 +7,7 @@ pruned model could not be trained any more.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,23 +21,39 @@ from .running import named_tensors
 from .walk import IS_OUTPUT
 
 
-def in_training_alone(
-    trace: Trace, trained: Callable[[], Trace | None], relations: Relations, *, attention: str
-) -> list[Stays]:
-    """The slices of other tensors that have to stay for them, of those that may go otherwise.
+class InTrainingAlone:
+    """Tells which slices have to stay for what only training mode uses or returns, of those that
+    may go otherwise.
 
     Args:
         trained: gives the trace in training mode, which is asked for where tensors are left over
-            that the run in eval mode did without, and code that may read the mode.
+            that the run in eval mode did without, and code that may read the mode; or where what
+            the model returns may go by it.
     """
-    left = _unused(trace)
-    left = left if any(map(may_read_mode, dict.fromkeys(trace.modules.values()))) else set()
-    training = trained() if left or any(map(_goes_by_mode, _returning(trace))) else None
-    if training is None:
-        return []
-    own = left & set(uses_of(training))
-    there = discover(training, attention=attention)
-    return [*_met(there, relations, own), *_returned(there, relations)]
+
+    def __init__(
+        self, trace: Trace, trained: Callable[[], Trace | None], *, attention: str
+    ) -> None:
+        self.trace, self.trained, self.attention = trace, trained, attention
+
+    def __call__(self, relations: Relations) -> list[Stays]:
+        own, there = self._found
+        if there is None:
+            return []
+        return [*_met(there, relations, own), *_returned(there, relations)]
+
+    @cached_property
+    def _found(self) -> tuple[set[str], Relations | None]:
+        """Tensors that training mode alone uses, and what hangs together there, once for all walks;
+        None where nobody is to be asked."""
+        trace, modules = self.trace, dict.fromkeys(self.trace.modules.values())
+        left = _unused(trace) if any(map(may_read_mode, modules)) else set()
+        returns = any(map(_goes_by_mode, _returning(trace)))
+        training = self.trained() if left or returns else None
+        own = left & set(uses_of(training)) if training is not None else set()
+        if training is None or not (own or returns):
+            return set(), None
+        return own, discover(training, attention=self.attention)
 
 
 def _met(there: Relations, relations: Relations, own: set[str]) -> list[Stays]:
