@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from .discover import Stays, discover
 from .flags import hands_mode_on, may_read_mode
+from .near import codes_of_forward, names_in
 from .recording import Trace, uses_of
 from .relations import Relations
 from .running import named_tensors
@@ -94,7 +95,9 @@ def _returned(there: Relations, relations: Relations) -> list[Stays]:
 
 
 def _goes_by_mode(module: nn.Module) -> bool:
-    return may_read_mode(module) and hands_mode_on(module) is None
+    """Whether what a module's own forward returns may go by its mode."""
+    named = any("training" in names_in(code) for code in codes_of_forward(type(module)))
+    return named and hands_mode_on(module) is None
 
 
 def _returning(trace: Trace) -> list[nn.Module]:
