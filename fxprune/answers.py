@@ -32,9 +32,11 @@ def at_new_widths(replay: Replay, number: Any) -> Any:
 
 
 def wrong_answers(replay: Replay) -> Iterator[WrongAnswer]:
-    """Questions of the code, such as comparisons of sizes, that have other answers now."""
+    """Questions of the code, such as comparisons of sizes, that have other answers now. A key by
+    another width may be looked up (in a cache): what is found there has been asked as well."""
     for index, call in enumerate(replay.trace.calls):
-        for question in {q.key: q for q in call.questions}.values():
+        questions = (q for q in call.questions if q.function is not hash)
+        for question in {q.key: q for q in questions}.values():
             operands = tuple(at_new_widths(replay, operand) for operand in question.operands)
             now = question.function(*operands)
             if now != question.answer:

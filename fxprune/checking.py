@@ -19,14 +19,14 @@ def is_check(frame: FrameType | None, answer: object) -> bool:
         return False
     outer: FrameType | None = frame
     while outer is not None and outer.f_code.co_name != WHERE_RUNS_BEGIN:
-        if not outer.f_code.co_filename.startswith(_TORCH) and _catches(outer.f_code):
+        if not outer.f_code.co_filename.startswith(_OTHERS) and _catches(outer.f_code):
             return False
         outer = outer.f_back
     return True
 
 
 WHERE_RUNS_BEGIN = "_recorded"  # the function of :mod:`fxprune.recorder`
-_TORCH = f"{Path(torch.__file__).parent}/"
+_OTHERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/")
 
 
 @functools.lru_cache(maxsize=1024)

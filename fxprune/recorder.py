@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -26,7 +27,7 @@ from .errors import InputError, ModelError, PruningError
 from .flags import depend_on_mode
 from .mask import is_of_masks, unmasked
 from .modes import flags_of
-from .nodes import Nodes, frame_of_model, where
+from .nodes import Nodes, frame_of_model, is_model_code, where
 from .ops import op_name
 from .pattern_types import Pattern
 from .probe import probe
@@ -216,6 +217,8 @@ class _Recorder(TorchFunctionMode):
 
         def note(function: Callable[..., Any], operands: tuple[Any, ...], answer: Any) -> None:
             if function in (str, repr, format) and is_message(frame_of_model()):
+                return
+            if function is hash and not is_model_code(sys._getframe(2)):
                 return
             if self.nodes.running and not self._suspended and not self._inside_torch:
                 operands = tuple(map(self.nodes.own, operands))

@@ -245,7 +245,7 @@ def _install_questions(cls: type, base: type) -> None:
     question("__str__", str)
     question("__repr__", repr)
     question("__format__", format)
-    setattr(cls, "__hash__", base.__hash__)  # noqa: B010
+    question("__hash__", hash)  # of a key that a dictionary may lack
 
 
 def _install_rounding(cls: type, base: type) -> None:
