@@ -29,8 +29,8 @@ from .fixed import fixed_tensors
 from .holding import kept_besides
 from .recording import after_write
 from .running import named_tensors, read_attribute
+from .source import place_of, reads_behind
 from .spec import BASIC, TOLD, spec
-from .written import place_of, reads_behind
 
 # Nothing in a frame of these folders is the user's own code.
 REWRITTEN = "<rewritten by fxprune"  # file of a forward that an earlier pruning has written

@@ -42,6 +42,7 @@ from .running import (
     uncollected,
     wanted,
 )
+from .source import is_message
 from .spec import TOLD, spec
 from .told import (
     autograd_functions,
@@ -53,7 +54,6 @@ from .told import (
     variables,
 )
 from .unsaid import OWN_CONTEXT, READ_PAST_SIZES, Kept, contexts, odd_container
-from .written import is_message
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
