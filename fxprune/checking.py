@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dis
 import functools
-from pathlib import Path
 from types import CodeType, FrameType
 
-import torch
+from .frames import is_model_code
 
 
 def is_check(frame: FrameType | None, answer: object) -> bool:
@@ -19,14 +18,13 @@ def is_check(frame: FrameType | None, answer: object) -> bool:
         return False
     outer: FrameType | None = frame
     while outer is not None and outer.f_code.co_name != WHERE_RUNS_BEGIN:
-        if not outer.f_code.co_filename.startswith(_OTHERS) and _catches(outer.f_code):
+        if is_model_code(outer) and _catches(outer.f_code):
             return False
         outer = outer.f_back
     return True
 
 
 WHERE_RUNS_BEGIN = "_recorded"  # the function of :mod:`fxprune.recorder`
-_OTHERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from .errors import PruningError
-from .nodes import REWRITTEN
+from .frames import REWRITTEN
 
 
 @dataclass(frozen=True)

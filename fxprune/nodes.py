@@ -6,16 +6,12 @@ they were computed by; what no recorded call has made is a tensor of the model o
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import operator
-import sys
 import weakref
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -26,20 +22,12 @@ from torch.nn.utils.rnn import PackedSequence
 from . import sizes, tree
 from .errors import ModelError
 from .fixed import fixed_tensors
+from .frames import frame_of_model, where
 from .holding import kept_besides
 from .recording import after_write
 from .running import named_tensors, read_attribute
 from .source import place_of, reads_behind
 from .spec import BASIC, TOLD, spec
-
-# Nothing in a frame of these folders is the user's own code.
-REWRITTEN = "<rewritten by fxprune"  # file of a forward that an earlier pruning has written
-_LIBRARY = (
-    f"{Path(torch.__file__).parent}/",
-    f"{Path(__file__).parent}/",
-    contextlib.__file__,
-    "<",
-)
 
 
 class Nodes:
@@ -186,7 +174,7 @@ class Nodes:
         """The node for a type or a device that the code has from a tensor, as far as its source
         says so; None for a literal."""
         frame = frame_of_model()
-        for place in reads_behind(frame, _outer) if frame is not None else ():
+        for place in reads_behind(frame) if frame is not None else ():
             found = self._told.get(place)
             if found is not None and found[0] == value:
                 return found[1]()
@@ -366,34 +354,3 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
         and a.shape == b.shape
         and a.stride() == b.stride()
     )
-
-
-def where() -> str:
-    """File and line of the model's code that runs."""
-    frame = frame_of_model()
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
-
-
-def frame_of_model() -> FrameType | None:
-    """The innermost frame that is neither PyTorch's nor ours."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not is_model_code(frame):
-        frame = frame.f_back
-    return frame
-
-
-def _outer(frame: FrameType) -> FrameType | None:
-    """The frame of the model's code that has called this one."""
-    outer = frame.f_back
-    while outer is not None and not is_model_code(outer):
-        outer = outer.f_back
-    return outer
-
-
-def is_model_code(frame: FrameType) -> bool:
-    return not _is_library(frame.f_code.co_filename)
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_library(filename: str) -> bool:
-    return filename.startswith(_LIBRARY) and not filename.startswith(REWRITTEN)

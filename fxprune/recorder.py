@@ -25,9 +25,10 @@ from .aten import AtenRecorder, followed
 from .checking import is_check
 from .errors import InputError, ModelError, PruningError
 from .flags import depend_on_mode
+from .frames import frame_of_model, is_model_code, where
 from .mask import is_of_masks, unmasked
 from .modes import flags_of
-from .nodes import Nodes, frame_of_model, is_model_code, where
+from .nodes import Nodes
 from .ops import op_name
 from .pattern_types import Pattern
 from .probe import probe

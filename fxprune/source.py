@@ -11,10 +11,12 @@ import ast
 import functools
 import itertools
 import linecache
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
+
+from .frames import caller_of
 
 Place = tuple[int | None, int | None, int | None, int | None]  # lines and columns, from and to
 Key = tuple[str, Place]  # of an expression in a file
@@ -29,12 +31,8 @@ def place_of(frame: FrameType | None) -> Key | None:
     return code.co_filename, place
 
 
-def reads_behind(frame: FrameType, outer: Callable[[FrameType], FrameType | None]) -> list[Key]:
-    """Reads (``y.dtype``, ``y.type()``) that arguments of the call are which ``frame`` makes.
-
-    Args:
-        outer: the frame of the model's code that has called a frame's.
-    """
+def reads_behind(frame: FrameType) -> list[Key]:
+    """Reads (``y.dtype``, ``y.type()``) that arguments of the call are which ``frame`` makes."""
     key = place_of(frame)
     if key is None:
         return []
@@ -42,7 +40,7 @@ def reads_behind(frame: FrameType, outer: Callable[[FrameType], FrameType | None
     if made is None:
         return []
     given = (*made.node.args, *(keyword.value for keyword in made.node.keywords))
-    return [read for each in given for read in _behind(each, made.function, frame, outer, 0)]
+    return [read for each in given for read in _behind(each, made.function, frame, 0)]
 
 
 def is_message(frame: FrameType | None) -> bool:
@@ -120,7 +118,7 @@ def _name(function: ast.expr) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def _behind(value: Any, function: Any, frame: FrameType, outer: Any, depth: int) -> Iterator[Key]:
+def _behind(value: Any, function: Any, frame: FrameType, depth: int) -> Iterator[Key]:
     file = frame.f_code.co_filename
     if isinstance(value, ast.Attribute):
         yield from ((file, place) for place in _places(value, value))
@@ -129,14 +127,14 @@ def _behind(value: Any, function: Any, frame: FrameType, outer: Any, depth: int)
     elif isinstance(value, ast.Name) and depth < _DEEP:
         given = _given(function).get(value.id, [])
         if len(given) == 1:
-            yield from _behind(given[0], function, frame, outer, depth + 1)
+            yield from _behind(given[0], function, frame, depth + 1)
         elif not given:
-            yield from _passed(value.id, frame, outer, depth + 1)
+            yield from _passed(value.id, frame, depth + 1)
 
 
-def _passed(name: str, frame: FrameType, outer: Any, depth: int) -> Iterator[Key]:
+def _passed(name: str, frame: FrameType, depth: int) -> Iterator[Key]:
     """What the caller has passed as the argument ``name``."""
-    code, caller = frame.f_code, outer(frame)
+    code, caller = frame.f_code, caller_of(frame)
     key = place_of(caller)
     made = None if key is None else _source(key[0]).calls.get(key[1])
     if caller is None or made is None:
@@ -149,7 +147,7 @@ def _passed(name: str, frame: FrameType, outer: Any, depth: int) -> Iterator[Key
         given = made.node.args[at]
     else:
         return
-    yield from _behind(given, made.function, caller, outer, depth)
+    yield from _behind(given, made.function, caller, depth)
 
 
 def _position(code: CodeType, name: str) -> int | None:
