@@ -24,6 +24,7 @@ from .errors import ModelError
 from .fixed import fixed_tensors
 from .frames import frame_of_model, where
 from .holding import kept_besides
+from .old_types import StandIn
 from .recording import after_write
 from .running import named_tensors, read_attribute
 from .source import place_of, reads_behind
@@ -66,6 +67,8 @@ class Nodes:
         self.constants: dict[str, Any] = {}
         self.kept_whole: list[tuple[fx.Node, str, str]] = []
         self._handing = False
+        # Tensors that hold sizes: id -> (weak reference, the number or list of numbers).
+        self._numbers: dict[int, tuple[weakref.ref, Any]] = {}
         # id of a live tensor -> (weak reference, node, path of keys into the node's result)
         self._known: dict[int, tuple[weakref.ref, fx.Node, tuple[Any, ...]]] = {}
         self._memo: dict[Any, fx.Node] = {}
@@ -109,6 +112,21 @@ class Nodes:
             for i, item in enumerate(value):
                 self.learn(item, node, (*path, i))
 
+    def holds(self, value: torch.Tensor, numbers: Any) -> None:
+        """From now on, ``value`` is known to hold these traced numbers, as a list of lists."""
+        if sizes.holds_traced(numbers):
+            self._numbers[id(value)] = weakref.ref(value), numbers
+
+    def numbers(self, value: Any) -> Any:
+        """The traced numbers that a tensor holds; None where it holds others."""
+        reference, numbers = self._numbers.get(id(value), (None, None))
+        return numbers if reference is not None and reference() is value else None
+
+    def number(self, value: Any) -> Any:
+        """The one number that a tensor is known to hold, in its place; anything else as it is."""
+        held = self.numbers(value)
+        return value if held is None or isinstance(held, (list, tuple)) else held
+
     def argument(self, value: Any) -> Any:
         """``value`` as an argument of a node: tensors and traced sizes become nodes."""
         if isinstance(value, torch.Tensor):
@@ -123,7 +141,10 @@ class Nodes:
                 f.name: self.argument(getattr(value, f.name)) for f in dataclasses.fields(value)
             }
             return self.add(self.graph.call_function(type(value), (), fields), value)
-        if isinstance(value, (tuple, list, dict, slice)):
+        if isinstance(value, slice):  # where it may begin and end as a tensor says
+            bounds = (value.start, value.stop, value.step)
+            return slice(*(self.argument(self.number(bound)) for bound in bounds))
+        if isinstance(value, (tuple, list, dict)):
             return tree.rebuild(value, self.argument)
         if self._told and isinstance(value, (*TOLD, str)):
             told = self._told_of(value)
@@ -137,6 +158,8 @@ class Nodes:
             return int(value)
         if isinstance(value, np.generic):  # numpy's own numbers
             return value.item()
+        if type(value) is StandIn:
+            value = value.real
         # An object of the model's own. Where it is handed to code that is recorded too, its tensors
         # are known when they come back; elsewhere they go where no rule can follow.
         for inside in () if self._handing else tree.tensors(value):

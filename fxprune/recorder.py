@@ -13,7 +13,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from .frames import frame_of_model, is_model_code, where
 from .mask import is_of_masks, unmasked
 from .modes import flags_of
 from .nodes import Nodes
+from .old_types import recorded_types
 from .ops import op_name
 from .pattern_types import Pattern
 from .probe import probe
@@ -149,6 +150,7 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
         evaluating(model, training=training),
         sizes.traced_attributes(model),
         sizes.traced_builtins(),
+        recorded_types(),
         caches.passed_by(),
         torch.no_grad(),
         module_calls(recorder.module),
@@ -384,6 +386,8 @@ class _Recorder(TorchFunctionMode):
             return self._read_length(func, args)
         if name in ("numel", "nelement"):
             return sizes.traced_size(self.nodes.tensor(args[0]), args[0].shape).numel()
+        if name == "item" and self.nodes.number(args[0]) is not args[0]:
+            return self.nodes.number(args[0])
         if name in READ_PAST_SIZES:
             self._unsaid(f"goes by the {name} of a tensor")
         if name == "__get__":
@@ -394,7 +398,20 @@ class _Recorder(TorchFunctionMode):
             kind, target = "call_method", name
         elif func in _OPERATORS:  # which go by the name of what they wrap
             kind, target = "call_method", _OPERATORS[func]
-        return self._record(kind, target, func, args, kwargs, known=for_function(func) is not None)
+        known = for_function(func) is not None
+        value = self._record(kind, target, func, args, kwargs, known=known)
+        self._follow_numbers(name, args, value)
+        return value
+
+    def _follow_numbers(self, name: str, args: Any, value: Any) -> None:
+        """Sizes that a tensor holds: ``torch.tensor([width])[0]``."""
+        if name in ("tensor", "as_tensor"):
+            self.nodes.holds(value, args[0] if args else None)
+        elif name == "__getitem__":
+            held, index = self.nodes.numbers(args[0]), args[1]
+            places = index if isinstance(index, tuple) else (index,)
+            if held is not None and all(type(place) is int for place in places):
+                self.nodes.holds(value, reduce(operator.getitem, places, held))
 
     def _read_size(self, func: Any, args: Any, kwargs: Any) -> Any:
         value = func(*args, **kwargs)

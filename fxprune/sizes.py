@@ -127,15 +127,12 @@ def traced_size(source: Any, size: torch.Size, code: types.CodeType | None = Non
     """``size`` with items that know that they are dimensions of ``source``.
 
     Args:
-        code: that asks for it. Where it names an old type of tensors (``torch.FloatTensor(size)``),
+        code: that asks for it. Where it names the oldest type of tensors (``torch.Tensor(size)``),
             which takes all but PyTorch's own class for data, that is what it gets.
     """
     items = [traced(n, Dimension(source, i)) for i, n in enumerate(size)]
-    old = code is not None and not _OLD_TYPES.isdisjoint(code.co_names)
+    old = code is not None and "Tensor" in code.co_names
     return torch.Size(items) if old else TracedSize(items)
-
-
-_OLD_TYPES = frozenset(name for name in dir(torch) if name.endswith("Tensor"))
 
 
 def plain(number: Any) -> Any:
@@ -143,6 +140,13 @@ def plain(number: Any) -> Any:
     if isinstance(number, TracedInt):
         return int.__int__(number)
     return float.__float__(number) if isinstance(number, TracedFloat) else number
+
+
+def holds_traced(value: Any) -> bool:
+    """Whether a traced number is in a value, or in a list of lists."""
+    if isinstance(value, (list, tuple)):
+        return any(map(holds_traced, value))
+    return hasattr(value, "origin")
 
 
 def origins(number: Any) -> Iterator[Dimension | Attribute]:

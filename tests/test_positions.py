@@ -234,18 +234,3 @@ def test_positions_past_a_written_end_are_read_by_nobody():
     net = Net(lambda s, x: s.head(s.a(x)[:, :4].sigmoid()), a=nn.Linear(8, 16),
               head=nn.Linear(4, 3))  # fmt: skip
     check(net, torch.ones(2, 8, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("filled", [
-    lambda h: torch.FloatTensor(h.size()).fill_(0.3),
-    lambda h: torch.FloatTensor(h.shape).fill_(0.3), lambda h: torch.BoolTensor(h.size()).fill_(1),
-    lambda h: torch.Tensor(h.shape[1:]).fill_(0.3), lambda h: h.new(h.size()).fill_(0.3),
-    lambda h: h.new(h.shape[1:]).fill_(0.3),
-], ids=["float", "shape", "flags", "Tensor", "new", "new of a part"])  # fmt: skip
-def test_old_types_of_tensors_take_sizes_for_sizes(filled):
-    net = Net(lambda s, x: s.head((s.a(x) * filled(s.a(x))).sigmoid()),
-              a=nn.Conv1d(3, 8, 3, padding=1), head=nn.Conv1d(8, 2, 1))  # fmt: skip
-    seen = []
-    net.a.register_forward_hook(lambda m, args, y: seen.append(filled(y).shape))
-    check(net, drawn(2, 3, 8), shrinks=False)
-    assert seen[0][-2:] == (8, 8)
