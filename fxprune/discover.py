@@ -8,20 +8,19 @@ Every slice of every parameter axis gets a label; where two axes meet, their lab
 from __future__ import annotations
 
 import bisect
-import copy
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import fx
 
 from .algebra import IS_KERNEL
 from .call import Call, Named, Roles, leaves
 from .channels import Axis, Channels, SourceAxis, distinct, varying
+from .computed import cannot_be_set
 from .fixed import fixed_tensors
 from .labels import Labels
-from .mask import Mask
 from .recording import Trace
 from .rectangles import Rectangles
 from .relations import Follower, Note, Product, Relations
@@ -396,23 +395,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, Channels):
         return all(len(axis.dims) == 1 for axis in value.axes)
     return isinstance(value, Named)
-
-
-def cannot_be_set(model: nn.Module, name: str) -> str:
-    """Why a parametrized tensor cannot be given other values or a smaller shape, or ``""``."""
-    path, _, attribute = name.rpartition(".")
-    module = copy.deepcopy(model.get_submodule(path))
-    chain: Any = module.parametrizations[attribute]  # type: ignore[index]
-    if any(isinstance(p, Mask) for p in chain):
-        return "a mask of fxprune is on it"
-    kinds = ", ".join(type(p).__name__.lstrip("_") for p in chain)
-    if any(True for p in chain for _ in [*p.parameters(), *p.buffers()]):
-        return f"its parametrization ({kinds}) has tensors of its own"
-    wanted = getattr(module, attribute).detach() * 0.5
-    try:
-        setattr(module, attribute, wanted)
-    except Exception as error:  # whatever the parametrization's own code raises
-        return f"its parametrization ({kinds}) cannot be set: {error}"
-    if not torch.allclose(getattr(module, attribute), wanted):
-        return f"its parametrization ({kinds}) does not give back what it is set to"
-    return ""

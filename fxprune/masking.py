@@ -14,6 +14,7 @@ from .copying import copy_model
 from .errors import PlanError
 from .fixed import fixed_tensors
 from .fold import Folds, Shift, mixed
+from .hooked import parametrized, with_hooks
 from .mask import bake, beneath, masked_names, own_class, parametrizations, put_on
 from .running import modules_of, on_cpu, read_attribute
 
@@ -21,8 +22,10 @@ from .running import modules_of, on_cpu, read_attribute
 @on_cpu()
 def mask(plan: Any, model: nn.Module) -> nn.Module:
     """See :meth:`fxprune.pruning_plan.PruningPlan.mask`."""
-    check_fits(plan, model)
-    return masked(plan, model, plan.folds(model, mixes=not has_predictions(plan, model)))
+    with parametrized(model):
+        check_fits(plan, model)
+        folds = plan.folds(model, mixes=not has_predictions(plan, model))
+        return with_hooks(masked(plan, model, folds))
 
 
 FOLDED = "_fxprune_calibration"  # a masked model's: which predictions are in its weights

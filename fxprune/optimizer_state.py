@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from . import tree
 from .channels import SourceAxis
 from .errors import SettingError, warn
+from .hooked import parametrized
 from .kept import shrink
 from .mask import parametrizations
 from .rewrite import Journal, memory_format
@@ -59,7 +60,7 @@ def cuts(plan: Any, model: nn.Module, optimizers: Sequence[Any]) -> Cuts:
     for axis in plan._relations.sources:
         axes.setdefault(axis.name, []).append(axis)
     changed: set[int] = set()
-    with torch.no_grad():
+    with torch.no_grad(), parametrized(model):
         for name in plan.kept:
             path, _, attribute = name.rpartition(".")
             chains = parametrizations(model.get_submodule(path))

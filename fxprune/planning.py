@@ -18,6 +18,7 @@ from .calibration.reconstruction import Reconstruction
 from .check import check_model
 from .discover import discover
 from .errors import PatternError, PruningError, SettingError
+from .hooked import parametrized
 from .pattern_types import Pattern
 from .planner import Planner
 from .pruning_plan import PruningPlan
@@ -127,11 +128,13 @@ def plan(
     if calibration is None:
         if importance == "reconstruction":
             raise SettingError("importance='reconstruction' needs inputs: pass calibration=")
-        return _told(make_plan(model, example_input, settings, patterns, Planner))
+        with parametrized(model):
+            return _told(make_plan(model, example_input, settings, patterns, Planner))
     batches = Batches(calibration, model, example_input, calibration_batches)
-    made = make_plan(model, example_input, settings, patterns, Planner, batches)
-    calibrate(made, model, batches, mode=calibration_mode)
-    return _told(made)
+    with parametrized(model):
+        made = make_plan(model, example_input, settings, patterns, Planner, batches)
+        calibrate(made, model, batches, mode=calibration_mode)
+        return _told(made)
 
 
 def _told(plan: PruningPlan) -> PruningPlan:
@@ -164,7 +167,8 @@ def make_plan(
     settings = for_model(settings, model)
 
     trained = cache(partial(record_training, model, example_input, settings.outputs))
-    with scope(*as_patterns(patterns), override=True), uncollected(), _naming_patterns():
+    registered = scope(*as_patterns(patterns), override=True)
+    with registered, uncollected(), _naming_patterns(), parametrized(model):
         trace = record(model, example_input, settings.outputs)
         found = fusions.find(trace)  # before the first walk: they give nodes another meaning
         drawn = settings.bias == "expected" and trace.calls_any("norm")

@@ -18,15 +18,17 @@ from typing import Any
 
 import torch
 from torch import fx, nn, overrides
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 
 from . import caches, sizes, tree
 from .aten import AtenRecorder, followed
 from .checking import is_check
+from .computed import goes_by_its_name
 from .errors import InputError, ModelError, PruningError
 from .flags import depend_on_mode
 from .frames import frame_of_model, is_model_code, where
-from .mask import is_of_masks, unmasked
+from .mask import unmasked
 from .modes import flags_of
 from .nodes import Nodes
 from .old_types import recorded_types
@@ -209,6 +211,7 @@ class _Recorder(TorchFunctionMode):
             self.paths.setdefault(id(m), path)
         self._own = {id(m): _tensors(m) for m in modules.values()}
         self._leaf: dict[int, bool] = {}
+        self._by_name: dict[int, bool] = {}
         self._thread = threading.get_ident()  # in which the model runs; others are none of its own
         self._suspended = False
         self._inside_torch = False
@@ -249,8 +252,8 @@ class _Recorder(TorchFunctionMode):
         if path is None or self._not_the_models():
             return original(m, *args, **kwargs)
         self.called.add(path)
-        if is_of_masks(m):
-            with _Paused(self):  # a masked tensor goes by its own name
+        if self._goes_by_its_name(m):
+            with _Paused(self):
                 value = original(m, *args, **kwargs)
                 self.nodes.learn(value, self.nodes.named_node(unmasked(path), value), ())
             return value
@@ -284,6 +287,14 @@ class _Recorder(TorchFunctionMode):
                 call.output = self.nodes.handed(output)
         call.stop = self.nodes.count
         return output
+
+    def _goes_by_its_name(self, m: nn.Module) -> bool:
+        if not isinstance(m, ParametrizationList):
+            return False
+        if id(m) not in self._by_name:
+            with _Paused(self):
+                self._by_name[id(m)] = goes_by_its_name(m)
+        return self._by_name[id(m)]
 
     def _is_lent(self, m: nn.Module) -> bool:
         """Whether a module runs on other tensors than its own (``torch.func.functional_call``)."""

@@ -15,6 +15,7 @@ from .code import rewritten_class
 from .copying import copy_model
 from .errors import ModelError
 from .fold import Carry, Folds, mixed
+from .hooked import parametrized, with_hooks
 from .kept import shrink
 from .mask import bake, is_masked, parametrizations
 from .masking import FOLDED, check_fits, has_predictions, keep_masks
@@ -132,9 +133,10 @@ def apply_with_journal(
             raise ModelError("a masked model cannot be pruned in place; use inplace=False")
         model = copy_model(model)
         bake(model)
-    check_fits(plan, model)
     journal = journal or Journal()
-    with torch.inference_mode(False), torch.no_grad(), uncollected():  # what is made can be trained
+    # What is made can be trained.
+    with torch.inference_mode(False), torch.no_grad(), uncollected(), parametrized(model):
+        check_fits(plan, model)
         change = build(plan, model, folds or plan.folds(model, mixes=not folded))
         if not inplace:
             tensor = plan._trace.on(model).tensor
@@ -148,7 +150,7 @@ def apply_with_journal(
         except BaseException:
             journal.rollback()
             raise
-    return model, journal
+    return model if inplace else with_hooks(model), journal
 
 
 def _like(old: Tensor, new: Tensor) -> Tensor:

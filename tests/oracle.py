@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.weight_norm import WeightNorm
 
 import fxprune
 from fxprune import groups
@@ -106,6 +107,15 @@ def copied(model: nn.Module) -> nn.Module:
     return model.made_again() if hasattr(model, "made_again") else copy.deepcopy(model)
 
 
+def unhooked(model: nn.Module) -> nn.Module:
+    """``model`` with weights in the place of ``nn.utils.weight_norm``'s hooks."""
+    for module in model.modules():
+        for hook in list(module._forward_pre_hooks.values()):
+            if isinstance(hook, WeightNorm):
+                torch.nn.utils.remove_weight_norm(module, hook.name)
+    return model
+
+
 def masked_equals_pruned(plan, model, small, x) -> None:
     if plan.approximate:
         assert prove(plan, model, small, x) <= TOLERANCE, plan
@@ -120,7 +130,7 @@ def zeroed_slices_equal_pruned(plan, model, x) -> None:
     if plan.approximate:
         assert prove(plan, model, small, x) <= TOLERANCE
         return
-    zeroed = copied(model)
+    zeroed = unhooked(copied(model))
     with torch.no_grad():
         for name, dims in plan.kept.items():
             owner, _, key = name.rpartition(".")
@@ -150,7 +160,7 @@ def permutation_moves_nothing(plan, model, x) -> None:
     """Oracle 3: units of a group change places, everywhere at once."""
     relations = plan._relations
     place = unit_permutation(relations)
-    moved = copied(model)
+    moved = unhooked(copied(model))
     done = set()
     with torch.no_grad():
         for source in relations.sources:

@@ -172,7 +172,7 @@ def test_a_list_of_parameters_that_the_code_does_not_read_is_no_obstacle():
 
 
 def test_the_weights_that_a_hook_computes_are_named_as_the_reason():
-    old = nn.utils.weight_norm
+    old = nn.utils.spectral_norm
     net = nn.Sequential(old(nn.Linear(6, 8)), nn.GELU(), old(nn.Linear(8, 3)))
     with pytest.warns(fxprune.PruningWarning, match="nothing of Sequential can be pruned"):
         plan = fxprune.plan(net, X.float())

@@ -17,9 +17,10 @@ import numpy as np
 from torch import Tensor, nn
 
 from ..code import Code
+from ..hooked import stored_names
 from ..kept import composed
 from ..mask import parametrizations
-from ..running import dotted, modules_of, tensors_of
+from ..running import dotted, modules_of
 from . import chosen
 from .indices import Indices, Malformed, Table
 
@@ -160,7 +161,7 @@ def note(
         chain = parametrizations(modules[path])
         if key in chain:
             prefix = f"{path}." if path else ""
-            resized += [f"{prefix}parametrizations.{key}.{n}" for n in tensors_of(chain[key])]
+            resized += [prefix + name for name in stored_names(chain[key], key)]
     code = tuple(path for path, c in plan.code.items() if isinstance(c, Code))
     step = Step(
         resized=tuple(resized),

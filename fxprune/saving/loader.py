@@ -19,10 +19,11 @@ from ..check import check_bare
 from ..code import Borrowed, rewritten_class
 from ..errors import ModelError
 from ..fold import Folds
+from ..hooked import hooked_weights, parametrized, stored_names
 from ..mask import is_masked, parametrizations, put_on
 from ..pattern_types import Pattern
 from ..rewrite import Journal, apply_with_journal
-from ..running import on_cpu, read_attribute, shape_of, tensors_of
+from ..running import dotted, modules_of, on_cpu, read_attribute, shape_of, tensors_of
 from . import container
 from .chosen import Chosen, main_dtype
 from .container import Container
@@ -170,6 +171,10 @@ class Loading(Fitting):
 
     def _shrink(self, part: nn.Module, step: Step, journal: Journal) -> None:
         """Take the slices that were kept, for the model is to run."""
+        with parametrized(part):
+            self._shrink_weights(part, step, journal)
+
+    def _shrink_weights(self, part: nn.Module, step: Step, journal: Journal) -> None:
         for name, dims in step.tensors().items():
             old = read_attribute(part, name).detach()
             new = old
@@ -183,8 +188,12 @@ class Loading(Fitting):
             for original in tensors_of(parametrizations(module)[key]).values():
                 journal.data(original, original.data)  # right_inverse writes into them
             setattr(module, key, new)
+        beneath = {
+            dotted(path, name) for path, module in modules_of(part).items()
+            for key, chain in parametrizations(module).items() for name in stored_names(chain, key)
+        }  # fmt: skip
         for name in step.resized:
-            if ".parametrizations." not in f".{name}":
+            if name not in beneath:
                 raise self.misfit(f"{name} is made of others, and the model cannot run on it")
 
     # -- the end --------------------------------------------------------------------------------
@@ -219,6 +228,9 @@ class Loading(Fitting):
                 if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                     raise self.misfit(f"{name} is of type {kind[:40]}")
                 journal.data(buffer, buffer.to(dtype))
+        for module in self.model.modules():
+            for key, weight in hooked_weights(module).items():
+                journal.attribute(module, key, weight)
         for name, shape in self.computed.items():
             try:
                 made = shape_of(self.model, name)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..fixed import fixed_tensors
+from ..hooked import hooked_weights
 from ..mask import Mask, is_of_masks, parametrizations, unmasked
 from ..running import dotted, modules_of
 
@@ -54,10 +55,11 @@ def places(model: nn.Module) -> dict[str, Place]:
 
 
 def computed_names(model: nn.Module) -> set[str]:
-    """Names of tensors that parametrizations compute."""
+    """Names of tensors that parametrizations compute, or hooks that fxprune knows."""
     return {
         dotted(path, key)
-        for path, module in model.named_modules() for key in parametrizations(module)
+        for path, module in model.named_modules()
+        for key in (*parametrizations(module), *hooked_weights(module))
     }  # fmt: skip
 
 
