@@ -4,7 +4,9 @@ Models that were saved with such a forward, and the source itself, name what is 
 """
 
 from __future__ import annotations
+import __future__
 
+import ast
 import copy
 import functools
 import inspect
@@ -43,15 +45,73 @@ class Code:
         )
         return Code(code.src.strip() + "\n", names, stale)
 
-    def function(self) -> Any:
+    def methods_for(self, base: type) -> dict[str, Any]:
         space = {
             k: __import__(v[7:], fromlist=["_"]) if isinstance(v, str) and v[:7] == "module:" else v
             for k, v in self.names
         }
-        filename = f"{REWRITTEN} {abs(hash(self.source))}>"
-        linecache.cache[filename] = (len(self.source), None, self.source.splitlines(True), filename)
-        exec(compile(self.source, filename, "exec"), space)
-        return space["forward"]
+        exec(compile(self.source, _shown_as_file(self.source), "exec"), space)
+        return {"forward": space["forward"]}
+
+
+@dataclass(frozen=True)
+class Patched:
+    """Methods of the module's own class as source, with other sizes in it."""
+
+    methods: tuple[tuple[str, str], ...]  # name, source
+    stale = ()
+
+    @property
+    def source(self) -> str:
+        return "\n".join(text for _, text in self.methods)
+
+    def methods_for(self, base: type) -> dict[str, Any]:
+        return {
+            name: compiled(text, inspect.getattr_static(base, name)) for name, text in self.methods
+        }
+
+
+def compiled(source: str, function: types.FunctionType) -> types.FunctionType:
+    """A method with other source: it sees the same globals, defaults, and variables of closures."""
+    free = function.__code__.co_freevars
+    # Inside of a class of the same name, which names of two underscores and super() go by.
+    name = (function.__qualname__.split(".")[-2:-1] or ["_"])[0].strip("<>") or "_"
+    given = ", ".join(variable for variable in free if variable != "__class__")
+    outer: Any = ast.parse(f"def outer({given}):\n class {name}: pass").body[0]
+    outer.body[0].body = ast.parse(source).body
+    # Python makes other code of calls on what the file imports, which it looks for in the file.
+    there = function.__globals__
+    imports = [
+        ast.Import([ast.alias(name)]) for name in function.__code__.co_names
+        if isinstance(there.get(name), types.ModuleType)
+        or getattr(there.get(name), "__module__", None) not in (None, function.__module__)
+    ]  # fmt: skip
+    tree = ast.fix_missing_locations(ast.Module([*imports, outer], []))
+    flags = function.__code__.co_flags & _FUTURE
+    code = compile(tree, _shown_as_file(source), "exec", flags=flags, dont_inherit=True)
+    for _ in range(3):  # the function's code is inside the class's, and that in the outer one's
+        code = next(c for c in code.co_consts if isinstance(c, types.CodeType))
+    cells = dict(zip(free, function.__closure__ or (), strict=True))
+    new = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__,
+        tuple(cells[name] for name in code.co_freevars),
+    )  # fmt: skip
+    new.__kwdefaults__, new.__doc__ = function.__kwdefaults__, function.__doc__
+    new.__annotations__, new.__qualname__ = function.__annotations__, function.__qualname__
+    new.__module__ = function.__module__
+    return new
+
+
+_FUTURE = functools.reduce(
+    lambda a, b: a | b, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names)
+)
+
+
+def _shown_as_file(source: str) -> str:
+    """The name under which tracebacks and debuggers find it."""
+    name = f"{REWRITTEN} {abs(hash(source))}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    return name
 
 
 @dataclass(frozen=True)
@@ -64,35 +124,65 @@ class Borrowed:
     def source(self) -> str:
         return inspect.getsource(self.forward)
 
-    def function(self) -> Any:
-        return self.forward
+    stale = ()
+
+    def methods_for(self, base: type) -> dict[str, Any]:
+        return {"forward": self.forward}
 
 
-def rewritten_class(base: type, code: Code | Borrowed) -> type:
+Written = Code | Borrowed | Patched
+
+
+def rewritten_class(base: type, code: Written) -> type:
     """A subclass of ``base``, under its name, that runs ``code``. It pickles and deep-copies."""
     base = vars(base).get("_fxprune_base", base)  # of a module rewritten before
     return _make_class(base, code)
 
 
 @cache
-def _make_class(base: Any, code: Code | Borrowed) -> type:
+def _make_class(base: Any, code: Written) -> type:
     def __reduce_ex__(self: Any, protocol: int) -> Any:
         return _restore, (base, code), self.__dict__
 
-    stale = () if isinstance(code, Borrowed) else code.stale
     space = {
-        **{name: _stale(base, name) for name in stale},
+        **{name: _stale(base, name) for name in code.stale},
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "__reduce_ex__": __reduce_ex__,
         "_fxprune_base": base,
-        "_fxprune_stale": stale,
-        "forward": code.function(),
+        "_fxprune_code": code,
+        "_fxprune_stale": code.stale,
+        UNTAKEN: _untaken,
+        RESIZED: _resized,
+        **code.methods_for(base),
     }
     if issubclass(base, fx.GraphModule):  # whose copies are made from its graph
         space["__deepcopy__"] = _copied
     return type(base.__name__, (base,), space)
+
+
+UNTAKEN, RESIZED = "_was_not_recorded", "_resized"
+
+
+def _untaken(self: Any, size: Any) -> Any:
+    """What patched code calls for a size in a part of it that the recorded run did not come by."""
+    raise PruningError(
+        f"{type(self).__name__} was pruned on an input, in a mode and with settings that left this "
+        f"part of its code out, so nobody knows whether the size {size!r} in it still fits; prune "
+        "the model as it is to run"
+    )
+
+
+def _resized(self: Any, size: Any, before: Any, now: Any) -> Any:
+    """What patched code calls for a size that a variable holds."""
+    if not (size == before or (isinstance(size, (tuple, list)) and list(size) == list(before))):
+        raise PruningError(
+            f"{type(self).__name__} was pruned where a size was {before!r}, which is {now!r} now; "
+            f"it is {size!r} here, and nobody knows what it has to be. Prune the model as it is "
+            "to run"
+        )
+    return now
 
 
 def _copied(self: Any, memo: dict[int, Any]) -> Any:
@@ -116,7 +206,7 @@ def _stale(base: Any, name: str) -> Any:
     return property(stale) if isinstance(old, property) else stale
 
 
-def _restore(base: type, code: Code | Borrowed) -> Any:
+def _restore(base: type, code: Written) -> Any:
     cls = rewritten_class(base, code)
     return object.__new__(cls)
 

@@ -18,7 +18,6 @@ from torch import fx
 
 from . import sizes, tree
 from .answers import at_new_widths
-from .channels import Channels
 from .code import Code, _keys, expect_answer, expect_argument, take
 from .faults import CannotRewrite, Fault, WrongOrder, WrongSize, same_sizes
 from .flags import depend_on_mode, may_read_mode, reads_mode_of_others
@@ -144,11 +143,7 @@ class _Body:
 
     def _may_vary(self, number: Any) -> bool:
         """Whether a number is made of sizes that are no widths: the batch's, or positions."""
-        return any(self._is_free(o.source, o.dim) for o in _sizes_read(number))
-
-    def _is_free(self, node: fx.Node, dim: int) -> bool:
-        x = self.replay.before[node]
-        return isinstance(x, Channels) and x.axis(dim) is None
+        return any(self.replay.is_free(o.source, o.dim) for o in _sizes_read(number))
 
     def _placeholders(self) -> None:
         parameters = inspect.signature(self.module.forward).parameters
@@ -284,7 +279,7 @@ class _Body:
         at = names.index("dim") if "dim" in names else len(given)
         dim = node.args[at] if at < len(node.args) else node.kwargs.get("dim", 0)
         x = given[0]
-        if isinstance(x, fx.Node) and isinstance(dim, int) and self._is_free(x, dim):
+        if isinstance(x, fx.Node) and isinstance(dim, int) and self.replay.is_free(x, dim):
             count, parts = self.graph.call_function(len, (new,)), len(node.meta["spec"])
             self.graph.call_function(expect_answer, (count, parts, f"len({node.name})"))
 

@@ -22,7 +22,10 @@ _LIBRARY = (
 
 def where() -> str:
     """File and line of the model's code that runs."""
-    frame = frame_of_model()
+    return line_of(frame_of_model())
+
+
+def line_of(frame: FrameType | None) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
@@ -18,13 +19,14 @@ from .budgets.budget import Budget
 from .budgets.searching import Options
 from .calibration.reconstruction import Reconstruction
 from .channels import SourceAxis
-from .code import Code
+from .code import Code, Patched
 from .constants import Constants
 from .faults import CannotRewrite, Fault
 from .fold import Folds, folds
 from .forwards import rewrite
 from .orders import Mismatch
 from .owed import Owed
+from .patching import CannotPatch, patch
 from .pruning_plan import PruningPlan
 from .recording import Trace
 from .relations import Relations
@@ -234,7 +236,7 @@ class Planner:
         self.straighten: set[torch.fx.Node] = set()
         self.attributes: dict[str, Any] = {}
         self.set_for: dict[str, list[np.ndarray]] = {}  # units that an attribute was set for
-        self.code: dict[str, Code] = {}
+        self.code: dict[str, Code | Patched] = {}
         whole = not self.removed.any()  # no size is another: whatever looks so is right as it is
         try:
             replay = self._replay() if whole else self._with_attributes()
@@ -395,9 +397,16 @@ class Planner:
         """New code where the model's own would do wrong; False where that cannot be, and what asked
         for it was frozen."""
         by_call: dict[int, list[Fault]] = {}
+        by_path: dict[str, list[Fault]] = {}
         for fault in replay.faults():
             by_call.setdefault(fault.call, []).append(fault)
+            by_path.setdefault(self.trace.calls[fault.call].path, []).append(fault)
+        for path, found in by_path.items():
+            with contextlib.suppress(CannotPatch):
+                self.code[path] = patch(self.trace, path, found, replay, self.trained)
         for index, faults in by_call.items():
+            if self.trace.calls[index].path in self.code:
+                continue
             try:
                 code = rewrite(self.trace, index, faults, replay, self.trained)
             except CannotRewrite as error:

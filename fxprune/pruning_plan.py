@@ -16,7 +16,7 @@ from . import masking, report, rewrite
 from . import penalty as penalties
 from .budgets.target import Reached
 from .channels import SourceAxis
-from .code import Borrowed, Code
+from .code import Written
 from .constants import Constants
 from .dependency import dependency_graph
 from .errors import SettingError
@@ -93,7 +93,7 @@ class PruningPlan:
     settings: Settings
     notes: list[tuple[str, str]]
     attributes: dict[str, Any]
-    code: dict[str, Code | Borrowed]
+    code: dict[str, Written]
     _trace: Trace = field(repr=False)
     _relations: Relations = field(repr=False)
     _removed: np.ndarray = field(repr=False)  # by unit class; carriers are among them

@@ -27,7 +27,7 @@ from .checking import is_check
 from .computed import goes_by_its_name
 from .errors import InputError, ModelError, PruningError
 from .flags import depend_on_mode
-from .frames import frame_of_model, is_model_code, where
+from .frames import frame_of_model, is_model_code, line_of, where
 from .mask import unmasked
 from .modes import flags_of
 from .nodes import Nodes
@@ -491,7 +491,9 @@ class _Recorder(TorchFunctionMode):
         node = self.nodes.add(
             self.nodes.graph.create_node(kind, target, *inputs), args[0] if setitem else value
         )
-        node.meta["where"] = where()
+        frame = frame_of_model()
+        node.meta["where"] = line_of(frame)
+        node.meta["site"] = None if frame is None else (frame.f_code, frame.f_lasti)
         if torch.is_grad_enabled():  # the model's own code has seen to it: nobody else has
             node.meta["grad"] = True
         if beneath is not None:

@@ -246,6 +246,11 @@ class Replay(Orders):
                     self.blame(WrongSize(units, node, place, computed, old))
                     self._give(call, place, old)
 
+    def is_free(self, node: fx.Node, dim: int) -> bool:
+        """Whether a dimension is no width, but the batch's or one of positions."""
+        x = self.before[node]
+        return isinstance(x, Channels) and x.axis(dim) is None
+
     def units_around(self, node: fx.Node) -> np.ndarray:
         """Units of a call's result and inputs, and of the tensors its sizes are computed from."""
         units: list[Tensor] = []

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from ..code import Code
+from ..code import Borrowed
 from ..hooked import stored_names
 from ..kept import composed
 from ..mask import parametrizations
@@ -162,7 +162,7 @@ def note(
         if key in chain:
             prefix = f"{path}." if path else ""
             resized += [prefix + name for name in stored_names(chain[key], key)]
-    code = tuple(path for path, c in plan.code.items() if isinstance(c, Code))
+    code = tuple(path for path, c in plan.code.items() if not isinstance(c, Borrowed))
     step = Step(
         resized=tuple(resized),
         attributes={dotted(p, k): _as_json(v) for (p, k), v in attributes.items()},

@@ -1,0 +1,434 @@
+"""The model's own code with other sizes in it: the few expressions that come out wrong are replaced
+in the source, and all else that the code does stays.
+
+Python tells at which expression of the source each recorded call was made. Where that does not lead
+to the code of a method (a function that others call, a decorator, no source, Python 3.10), or more
+is wrong than a size, :mod:`fxprune.forwards` writes the module's forward from the recorded graph.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import operator
+import textwrap
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from fractions import Fraction
+from itertools import starmap
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .code import RESIZED, UNTAKEN, Patched, compiled
+from .faults import Fault, WrongSize, same_sizes
+from .flags import may_read_mode
+from .near import methods_of_forward
+from .ops import op_name
+from .recording import Trace
+from .registry import for_function
+from .replay import Replay
+
+Site = tuple[CodeType, int]  # of a call: the code that makes it, and the place of its instruction
+
+
+class CannotPatch(Exception):
+    """The source does not tell where the sizes are, or they are not all that is wrong."""
+
+
+def patch(
+    trace: Trace,
+    path: str,
+    faults: Sequence[Fault],
+    replay: Replay,
+    trained: Callable[[], Trace | None],
+) -> Patched:
+    """The methods of the module at ``path`` in which ``faults`` lie, with the right sizes.
+
+    Args:
+        trained: gives the trace of the model in training mode, None where it does not run so.
+
+    Raises:
+        CannotPatch
+    """
+    module = trace.modules[path]
+    if "forward" in vars(module):
+        raise CannotPatch
+    texts = _before(type(module))
+    wrong: dict[Site, list[WrongSize]] = {}
+    for fault in faults:
+        if not isinstance(fault, WrongSize) or fault.node.meta.get("site") is None:
+            raise CannotPatch
+        wrong.setdefault(fault.node.meta["site"], []).append(fault)
+    methods: dict[str, _Method] = {}
+    for (code, at), found in wrong.items():
+        _check_every_run(trace, module, (code, at), found)
+        name = _name_of(type(module), code)
+        method = methods.setdefault(name, _Method(type(module), name))
+        for fault in _of_first(found):
+            method.replace(at, fault, replay)
+    _guard_untaken(trace, path, methods, trained)
+    texts |= {name: method.text() for name, method in methods.items()}
+    return Patched(tuple(sorted(texts.items())))
+
+
+def _before(cls: Any) -> dict[str, str]:
+    """What an earlier pruning has patched."""
+    code = vars(cls).get("_fxprune_code", Patched(()))
+    if not isinstance(code, Patched):  # a forward of names of its own
+        raise CannotPatch
+    return dict(code.methods)
+
+
+def _of_first(found: list[WrongSize]) -> list[WrongSize]:
+    return [fault for fault in found if fault.node is found[0].node]
+
+
+def _check_every_run(trace: Trace, module: nn.Module, site: Site, found: list[WrongSize]) -> None:
+    """The same sizes have to be right each time that the module makes the call."""
+    nodes: dict[fx.Node, list[Any]] = {}
+    for node in trace.graph.nodes:
+        if node.meta.get("site") == site:
+            owner = trace.module_of(node)
+            if owner is module:
+                nodes[node] = []
+            elif type(owner) is not type(module):  # the method of a part, called from elsewhere
+                raise CannotPatch
+    for fault in found:
+        nodes[fault.node].append((fault.place, fault.needed, fault.instead))
+    first, *others = nodes.values()
+    if any(other != first for other in others):
+        raise CannotPatch
+
+
+def _name_of(cls: type, code: CodeType) -> str:
+    """Of the method that has this code."""
+    for base in cls.__mro__:
+        for name, value in vars(base).items():
+            if isinstance(value, FunctionType) and value.__code__ is code:
+                if inspect.getattr_static(cls, name) is value:
+                    return name
+                raise CannotPatch  # a base's, which another method calls by super()
+    raise CannotPatch
+
+
+def _guard_untaken(
+    trace: Trace, path: str, methods: dict[str, _Method], trained: Callable[[], Trace | None]
+) -> None:
+    """Calls that the example did not make may hold sizes, too, which nobody knows to be wrong: an
+    error where they are made after all. Training mode is no example: what it makes has to be right.
+    """
+    cls: Any = type(trace.modules[path])
+    made = _made(trace, path)
+    in_training: dict[CodeType, set[int]] = {}
+    for function in methods_of_forward(cls):
+        name, code = function.__name__, function.__code__
+        method = methods.get(name) or _Method(cls, name, function)
+        untaken = [n for n in method.sized() if n not in method.nodes_at(made.get(code, ()))]
+        if untaken and may_read_mode(trace.modules[path]) and not in_training:
+            other = trained()
+            in_training = {} if other is None else _made(other, path)
+        there = method.nodes_at(in_training.get(code, ()))
+        if any(node in there for node in untaken):
+            raise CannotPatch
+        for node in untaken:
+            method.guard(node)
+            methods[name] = method
+
+
+def _made(trace: Trace, path: str) -> dict[CodeType, set[int]]:
+    """The calls that the code of a module makes, by their instructions."""
+    module = trace.modules[path]
+    made: dict[CodeType, set[int]] = {}
+    for node in trace.graph.nodes:
+        if node.meta.get("site") is not None and trace.module_of(node) is module:
+            code, at = node.meta["site"]
+            made.setdefault(code, set()).add(at)
+    return made
+
+
+class _Method:
+    """The source of a method, and what is replaced in it."""
+
+    def __init__(self, cls: type, name: str, function: Any = None) -> None:
+        self.function = function or inspect.getattr_static(cls, name)
+        code = self.function.__code__
+        lines = linecache.getlines(code.co_filename, self.function.__globals__)
+        if not lines or not hasattr(code, "co_positions"):
+            raise CannotPatch
+        block = inspect.getblock(lines[code.co_firstlineno - 1 :])
+        self.source = textwrap.dedent("".join(block))
+        try:
+            tree = ast.parse(self.source)
+            again = compiled(self.source, self.function)
+        except SyntaxError as error:  # a lambda, say
+            raise CannotPatch from error
+        definition = tree.body[0]
+        if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+            raise CannotPatch
+        if not _same_code(again.__code__, code):  # the file is another now
+            raise CannotPatch
+        positions: Any = again.__code__  # of Python 3.11 and later
+        self._positions = list(positions.co_positions())
+        self._nodes = {
+            place: node for node in ast.walk(definition) if isinstance(node, ast.expr)
+            for place in _places(node)
+            if isinstance(node, (ast.Call, ast.Subscript, ast.BinOp))
+        }  # fmt: skip
+        self._edits: dict[tuple[int, int], str] = {}
+        self._shapes = _names_of_shapes(definition)
+
+    def nodes_at(self, instructions: Iterable[int]) -> list[ast.expr]:
+        return [node for i in instructions if (node := self.at(i)) is not None]
+
+    def at(self, instruction: int) -> ast.expr | None:
+        """The expression of an instruction."""
+        return self._nodes.get(self._positions[instruction // 2])  # type: ignore[arg-type]
+
+    def sized(self) -> list[ast.expr]:
+        """Calls that take sizes, as far as their names tell, where numbers are written or held."""
+        return [node for node in dict.fromkeys(self._nodes.values()) if self._held(node)]
+
+    def guard(self, node: ast.expr) -> None:
+        """An error in the place of a size that a call holds."""
+        held = self._held(node)[0]
+        own = self.function.__code__.co_varnames[0]
+        self._edit(*self._span(held), f"{own}.{UNTAKEN}({self._old(held)})")
+
+    def _held(self, node: ast.expr) -> list[ast.expr]:
+        """The arguments of a call in which sizes may be."""
+        given: list[Any] = []
+        if isinstance(node, ast.Subscript) and not _is_shape(node.value):
+            parts: list[Any] = [p for p in ast.walk(node.slice) if isinstance(p, ast.Slice)]
+            given = [e for p in parts for e in (p.lower, p.upper, p.step)]
+        elif isinstance(node, ast.Call) and isinstance(node.func, (ast.Attribute, ast.Name)):
+            pattern = for_function(getattr(torch.Tensor, _called(node), None))
+            if pattern is not None and pattern.resize is not None:
+                given = [*node.args, *(k.value for k in node.keywords)]
+        return [e for e in given if e is not None and _may_hold_a_size(e, self._shapes)]
+
+    def replace(self, instruction: int, fault: WrongSize, replay: Replay) -> None:
+        node, (position, name) = self.at(instruction), fault.place
+        recorded = fault.node
+        if isinstance(node, ast.Call):
+            self._check_call(node, recorded)
+            if fault.instead is not None:
+                self._rename(node, fault.instead)
+            shift = recorded.op == "call_method"
+            named = {k.arg: k.value for k in node.keywords}
+            if fault.instead is not None and name in named:
+                raise CannotPatch
+            if name in named:
+                argument = named[name]
+            elif position - shift < len(node.args):
+                argument = node.args[position - shift]
+            else:
+                self._add(node, name, fault.needed)
+                return
+        elif isinstance(node, ast.Subscript) and op_name(recorded.target) in ("getitem", "setitem"):
+            argument = node.slice
+        elif isinstance(node, ast.BinOp) and type(node.op) is _BINARY.get(op_name(recorded.target)):
+            argument = (node.left, node.right)[position]
+        else:
+            raise CannotPatch
+        given = recorded.args[position] if position < len(recorded.args) else recorded.kwargs[name]
+        self._write(argument, given, fault.computed, fault.needed, replay)
+
+    def _add(self, node: ast.Call, name: str, needed: Any) -> None:
+        """An argument that the code leaves to its default."""
+        if not name or not _can_be_written(needed):
+            raise CannotPatch
+        end = self._span(node)[1] - 1
+        before = self.source.encode()[:end].rstrip()
+        comma = "" if before[-1:] in b",(" else ", "
+        self._edit(end, end, f"{comma}{name}={_literal(needed)}")
+
+    def _check_call(self, node: ast.Call, recorded: fx.Node) -> None:
+        names = {_called(node), getattr(node.func, "attr", "")}
+        target = recorded.target
+        if (target if isinstance(target, str) else getattr(target, "__name__", "")) not in names:
+            raise CannotPatch
+        if any(isinstance(a, ast.Starred) for a in node.args) or any(
+            k.arg is None for k in node.keywords
+        ):
+            raise CannotPatch
+
+    def _rename(self, node: ast.Call, name: str) -> None:
+        if not isinstance(node.func, ast.Attribute):
+            raise CannotPatch
+        end = self._offset(node.func.end_lineno, node.func.end_col_offset)
+        self._edit(end - len(node.func.attr.encode()), end, name)
+
+    def _write(self, at: ast.expr, given: Any, computed: Any, needed: Any, replay: Replay) -> None:
+        """What is needed in the place of an expression, of as little of it as is wrong."""
+        if isinstance(at, ast.Slice) and isinstance(needed, slice):
+            for part, key in ((at.lower, "start"), (at.upper, "stop"), (at.step, "step")):
+                old, new = getattr(computed, key), getattr(needed, key)
+                if old != new and part is None:
+                    raise CannotPatch
+                if old != new:
+                    self._write(part, getattr(given, key), old, new, replay)  # type: ignore[arg-type]
+            return
+        several = isinstance(needed, (tuple, list)) and isinstance(at, (ast.Tuple, ast.List))
+        if several and len(at.elts) == len(needed) == len(computed) == len(given):  # type: ignore[attr-defined]
+            for parts in zip(at.elts, given, computed, needed, strict=True):  # type: ignore[attr-defined]
+                if not same_sizes(parts[2], parts[3], parts[1]):
+                    self._write(*parts, replay)
+            return
+        if isinstance(at, ast.Starred) or not _can_be_written(needed):
+            raise CannotPatch
+        self._edit(*self._span(at), self._text(at, given, computed, needed, replay))
+
+    def _text(self, at: ast.expr, given: Any, computed: Any, needed: Any, replay: Replay) -> str:
+        old, made_of = self._old(at), list(_sizes_in(given))
+        if "training" in old:
+            raise CannotPatch
+        if _is_constant(at) or (made_of and not any(starmap(replay.is_free, made_of))):
+            return _literal(needed)
+        if not any(starmap(replay.is_free, made_of)):  # a variable: of what, the run does not tell
+            own = self.function.__code__.co_varnames[0]
+            return f"{own}.{RESIZED}({old}, {_literal(computed)}, {_literal(needed)})"
+        # Some of it is the batch's: its product with the number that makes it right.
+        whole = isinstance(needed, int) and isinstance(computed, int) and computed
+        if not whole or not _is_product(given):
+            raise CannotPatch
+        factor = Fraction(needed, computed)
+        old = old if isinstance(at, (ast.Name, ast.Attribute, ast.Call)) else f"({old})"
+        over = "" if factor.denominator == 1 else f" // {factor.denominator}"
+        return f"{old} * {factor.numerator}{over}" if factor.numerator != 1 else f"{old}{over}"
+
+    def _old(self, node: ast.expr) -> str:
+        start, end = self._span(node)
+        return self.source.encode()[start:end].decode()
+
+    def _edit(self, start: int, end: int, text: str) -> None:
+        if any(a < end and start < b and (a, b) != (start, end) for a, b in self._edits):
+            raise CannotPatch
+        if self._edits.setdefault((start, end), text) != text:
+            raise CannotPatch
+
+    def _span(self, node: ast.expr) -> tuple[int, int]:
+        return (
+            self._offset(node.lineno, node.col_offset),
+            self._offset(node.end_lineno, node.end_col_offset),
+        )
+
+    def _offset(self, line: int | None, column: int | None) -> int:
+        assert line is not None and column is not None
+        lines = self.source.encode().splitlines(keepends=True)
+        return sum(map(len, lines[: line - 1])) + column
+
+    def text(self) -> str:
+        """The source as it has to be."""
+        text = self.source.encode()
+        for start, end in sorted(self._edits, reverse=True):
+            text = text[:start] + self._edits[start, end].encode() + text[end:]
+        return text.decode()
+
+
+def _places(node: Any) -> list[tuple[int, int, int, int]]:
+    """Where Python says that an expression is: a call of a method may begin with its name."""
+    places = [(node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)]
+    function = getattr(node, "func", None)
+    if isinstance(function, ast.Attribute) and function.end_lineno != node.lineno:
+        start = function.end_col_offset - len(function.attr)  # type: ignore[operator]
+        places.append((function.end_lineno, node.end_lineno, start, node.end_col_offset))  # type: ignore[arg-type]
+    return places
+
+
+def _same_code(a: CodeType, b: CodeType) -> bool:
+    inside = [[c for c in code.co_consts if isinstance(c, CodeType)] for code in (a, b)]
+    plain = [[c for c in code.co_consts if not isinstance(c, CodeType)] for code in (a, b)]
+    return (
+        a.co_code == b.co_code and a.co_names == b.co_names and a.co_varnames == b.co_varnames
+        and repr(plain[0]) == repr(plain[1]) and len(inside[0]) == len(inside[1])
+        and all(starmap(_same_code, zip(*inside, strict=True)))
+    )  # fmt: skip
+
+
+def _is_shape(value: ast.expr) -> bool:
+    """``x.shape``, ``x.size()``, and items of these."""
+    value = value.value if isinstance(value, ast.Subscript) else value
+    called = value.func if isinstance(value, ast.Call) else value
+    return isinstance(called, ast.Attribute) and called.attr in ("shape", "size")
+
+
+def _called(node: ast.Call) -> Any:
+    """The method of a tensor that a call may be of, by its name."""
+    function: Any = node.func
+    return function.attr if isinstance(function, ast.Attribute) else function.id
+
+
+_BINARY = {
+    "add": ast.Add, "sub": ast.Sub, "mul": ast.Mult, "div": ast.Div, "truediv": ast.Div,
+    "floordiv": ast.FloorDiv, "floor_divide": ast.FloorDiv, "pow": ast.Pow,
+}  # fmt: skip
+
+
+def _may_hold_a_size(expression: ast.expr, shapes: Container[str]) -> bool:
+    """Whether more is in it than what is read of shapes as it runs, 0, 1 and -1."""
+    if _is_shape(expression):
+        return False
+    if isinstance(expression, ast.Constant):
+        return type(expression.value) is int and expression.value > 1
+    if isinstance(expression, ast.Name):
+        return expression.id not in shapes
+    if isinstance(expression, ast.Attribute):
+        return True
+    parts = [e for e in ast.iter_child_nodes(expression) if isinstance(e, ast.expr)]
+    return any(_may_hold_a_size(part, shapes) for part in parts)
+
+
+def _names_of_shapes(function: ast.FunctionDef) -> set[str]:
+    """Local names that are given sizes of tensors, and nothing else: ``b, n, c = x.shape``."""
+    given: dict[str, bool] = {}
+    for node in ast.walk(function):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            shape = _is_shape(node.value)  # type: ignore[attr-defined]
+            for name in (n for n in ast.walk(target) if isinstance(n, ast.Name)):
+                given[name.id] = shape and given.get(name.id, True)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            given.setdefault(node.id, False)
+    return {name for name, shape in given.items() if shape}
+
+
+def _sizes_in(value: Any) -> Iterator[tuple[fx.Node, int]]:
+    """The sizes that a recorded argument is made of: whose, and along which dimension."""
+    waiting, seen = [value], set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (tuple, list)):
+            waiting += node
+        elif isinstance(node, slice):
+            waiting += [node.start, node.stop, node.step]
+        elif isinstance(node, fx.Node) and node not in seen:
+            seen.add(node)
+            if node.op == "call_method" and node.target == "size":
+                yield node.args  # type: ignore[misc]
+            else:
+                waiting += node.all_input_nodes
+
+
+def _is_constant(expression: ast.expr) -> bool:
+    """Whether it is numbers alone."""
+    inside = (node for node in ast.walk(expression) if isinstance(node, ast.expr))
+    number = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.Tuple, ast.List)
+    return all(isinstance(node, number) for node in inside)
+
+
+def _is_product(value: Any) -> bool:
+    if isinstance(value, fx.Node) and value.target is operator.mul:
+        return all(map(_is_product, value.args))
+    return isinstance(value, int) or (isinstance(value, fx.Node) and value.target == "size")
+
+
+def _can_be_written(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_can_be_written, value))
+    return type(value) in (int, float)
+
+
+def _literal(value: Any) -> str:
+    return repr(list(value) if isinstance(value, list) else value)
