@@ -26,6 +26,7 @@ from .checking import is_check
 from .errors import InputError, ModelError, PruningError
 from .flags import depend_on_mode
 from .frames import frame_of_model, is_model_code, where
+from .inspecting import modules_of
 from .mask import is_of_masks, unmasked
 from .modes import flags_of
 from .nodes import Nodes
@@ -34,15 +35,7 @@ from .pattern_types import Pattern
 from .probe import probe
 from .recording import ModuleCall, Trace, set_item
 from .registry import for_function, for_module, python_functions
-from .running import (
-    LOCK,
-    bind_inputs,
-    describe,
-    evaluating,
-    modules_of,
-    uncollected,
-    wanted,
-)
+from .running import LOCK, bind_inputs, describe, evaluating, uncollected, wanted
 from .source import is_message
 from .spec import TOLD, spec
 from .told import (

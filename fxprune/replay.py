@@ -21,11 +21,11 @@ from .answers import wrong_answers
 from .call import Call, Named, Roles, leaves
 from .channels import Axis, Channels, SourceAxis, blank_axes
 from .faults import Fault, WrongSize, same_sizes
+from .inspecting import read_attribute
 from .layout import broadcast_shape, view_dims
 from .orders import Mismatch, Orders, matching
 from .recording import Trace, is_size
 from .relations import Relations
-from .running import read_attribute
 from .spec import TOLD
 from .widths import NewSizes, OldSizes
 

@@ -17,9 +17,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from ..code import Code
+from ..inspecting import dotted, modules_of, tensors_of
 from ..kept import composed
 from ..mask import parametrizations
-from ..running import dotted, modules_of, tensors_of
 from . import chosen
 from .indices import Indices, Malformed, Table
 

@@ -19,10 +19,11 @@ from ..check import check_bare
 from ..code import Borrowed, rewritten_class
 from ..errors import ModelError
 from ..fold import Folds
+from ..inspecting import read_attribute, shape_of, tensors_of
 from ..mask import is_masked, parametrizations, put_on
 from ..pattern_types import Pattern
 from ..rewrite import Journal, apply_with_journal
-from ..running import on_cpu, read_attribute, shape_of, tensors_of
+from ..running import on_cpu
 from . import container
 from .chosen import Chosen, main_dtype
 from .container import Container

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..fixed import fixed_tensors
+from ..inspecting import dotted, modules_of
 from ..mask import Mask, is_of_masks, parametrizations, unmasked
-from ..running import dotted, modules_of
 
 
 @dataclass(frozen=True)
