@@ -21,11 +21,11 @@ from .errors import PatternError, PruningError, SettingError
 from .pattern_types import Pattern
 from .planner import Planner
 from .pruning_plan import PruningPlan
-from .recorder import record, record_training
 from .registry import as_patterns, every, scope
 from .running import on_cpu, uncollected
 from .sayings import Telling
 from .settings import Settings, check_names, checked, for_model
+from .tracing import record, record_training
 from .trained import InTrainingAlone
 
 
