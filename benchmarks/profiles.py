@@ -43,8 +43,8 @@ STAGES = {
 }  # fmt: skip
 OWN = (str(Path(fxprune.__file__).parent), str(Path(next(iter(fxprune.patterns.__path__)))))
 MODEL = "the model's own run"
-RUNS = ("recorder.run", "recorder.__torch_function__")  # which call what the model calls
-TELLS = ("told.__call__", "recorder.module", "tracing.record")  # which go on to the model's code
+RUNS = ("recorder._called", "recorder.__torch_function__")  # which call what the model calls
+TELLS = ("told.__call__", "recorder.module", "tracing._recorded")  # which go on to the model's code
 
 
 class Samples:
