@@ -38,7 +38,7 @@ STAGES = {
     "discover.discover": "walk 1: labels, constants", "groups.groups": "groups",
     "planner._ask": "scores",
     "planner._stays": "choice", "planner._follow_constants": "folds",
-    "planner._replay": "walk 2: new widths", "assembling.assemble": "plan",
+    "mending._replay": "walk 2: new widths", "assembling.assemble": "plan",
     "rewrite.build": "new tensors", "copying.copy_model": "copy of the model",
 }  # fmt: skip
 OWN = (str(Path(fxprune.__file__).parent), str(Path(next(iter(fxprune.patterns.__path__)))))

@@ -74,6 +74,15 @@ class Trace:
         call = node.meta.get("call")
         return self.model if call is None else self.modules[self.calls[call].path]
 
+    def is_layer(self, path: str) -> bool:
+        """Whether no code of the model's own runs in the module: a leaf of the trace."""
+        if path not in self.modules:  # a configuration
+            return False
+        runs = any(call.path == path for call in self.calls)
+        return not runs and (
+            path in self.called or type(self.modules[path]).__module__.startswith("torch.nn.")
+        )
+
     def tensor_names(self, path: str) -> list[str]:
         """Of a leaf module; see :func:`fxprune.inspecting.tensor_names`."""
         if path not in self._tensor_names:
