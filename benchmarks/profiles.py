@@ -34,17 +34,17 @@ from fxprune.running import outputs
 
 # What the functions of the engine do that have no other of these above them.
 STAGES = {
-    "recorder.record": "record the run", "fusions.find": "fusions",
+    "tracing.record": "record the run", "fusions.find": "fusions",
     "discover.discover": "walk 1: labels, constants", "groups.groups": "groups",
     "planner._ask": "scores",
     "planner._stays": "choice", "planner._follow_constants": "folds",
-    "planner._replay": "walk 2: new widths", "assembling.assemble": "plan",
+    "mending._replay": "walk 2: new widths", "assembling.assemble": "plan",
     "rewrite.build": "new tensors", "copying.copy_model": "copy of the model",
 }  # fmt: skip
 OWN = (str(Path(fxprune.__file__).parent), str(Path(next(iter(fxprune.patterns.__path__)))))
 MODEL = "the model's own run"
-RUNS = ("recorder.run", "recorder.__torch_function__")  # which call what the model calls
-TELLS = ("told.__call__", "recorder.module", "recorder.record")  # which go on to the model's code
+RUNS = ("recorder._called", "recorder.__torch_function__")  # which call what the model calls
+TELLS = ("told.__call__", "recorder.module", "tracing._recorded")  # which go on to the model's code
 
 
 class Samples:

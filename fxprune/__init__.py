@@ -29,10 +29,10 @@ from .pattern_types import Pattern, pattern
 from .planning import plan
 from .pruner import Pruner
 from .pruning_plan import ChannelGroup, PruningPlan
-from .recorder import trace
 from .registry import register, unregister
 from .saving.loader import load
 from .saving.saver import save
+from .tracing import trace
 
 __version__ = "0.1.0"
 __all__ = [

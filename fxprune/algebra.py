@@ -23,10 +23,10 @@ from .channels import (
     run_on,
     varying,
 )
+from .inspecting import read_from
 from .layout import broadcast_shape, clusters, pad, place, reshape_groups, shift
 from .meanings import Meanings
 from .recording import Trace, is_size
-from .running import read_from
 from .spec import Spec
 
 IS_KERNEL = "they are a kernel's"

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from . import sizes
 from .channels import Channels
 from .faults import WrongAnswer
-
-if TYPE_CHECKING:
-    from .replay import Replay
+from .resizing import Resizing
 
 
-def at_new_widths(replay: Replay, number: Any) -> Any:
+def at_new_widths(replay: Resizing, number: Any) -> Any:
     """What a traced number comes to."""
     origin = getattr(number, "origin", None)
     if isinstance(origin, sizes.Dimension):
@@ -31,7 +29,7 @@ def at_new_widths(replay: Replay, number: Any) -> Any:
     return sizes.plain(number)
 
 
-def wrong_answers(replay: Replay) -> Iterator[WrongAnswer]:
+def wrong_answers(replay: Resizing) -> Iterator[WrongAnswer]:
     """Questions of the code, such as comparisons of sizes, that have other answers now. A key by
     another width may be looked up (in a cache): what is found there has been asked as well."""
     for index, call in enumerate(replay.trace.calls):
@@ -44,7 +42,7 @@ def wrong_answers(replay: Replay) -> Iterator[WrongAnswer]:
                 yield WrongAnswer(units, question, index, now, operands)
 
 
-def _units_of_numbers(replay: Replay, numbers: Iterable[Any]) -> np.ndarray:
+def _units_of_numbers(replay: Resizing, numbers: Iterable[Any]) -> np.ndarray:
     """Units of the axes whose sizes traced numbers are computed from."""
     units = [np.zeros(0, dtype=np.int64)]
     for origin in (o for number in numbers for o in sizes.origins(number)):

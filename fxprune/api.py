@@ -12,9 +12,9 @@ from .errors import SettingError
 from .pattern_types import Pattern
 from .planning import plan
 from .proof import prove
-from .recorder import trace
 from .rewrite import apply_with_journal
 from .running import on_cpu
+from .tracing import trace
 
 
 @on_cpu()

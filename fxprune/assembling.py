@@ -14,6 +14,7 @@ from .announced import announced
 from .call import node_name
 from .code import Borrowed
 from .errors import warn
+from .mending import Mended
 from .probe import probed
 from .pruning_plan import ChannelGroup, PruningPlan
 from .replay import Replay
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     from .planner import Planner
 
 
-def assemble(planner: Planner, replay: Replay) -> PruningPlan:
+def assemble(planner: Planner, mended: Mended) -> PruningPlan:
     """The plan that a planner has come to."""
+    replay = mended.replay
     result = PruningPlan(
         groups=[_channel_group(planner, g) for g in planner.groups],
         kept=kept.by_dimension(replay, planner.relations),
@@ -35,10 +37,10 @@ def assemble(planner: Planner, replay: Replay) -> PruningPlan:
         notes=planner.notes + planner.folds.notes + _probed(planner),
         attributes={
             name: value
-            for name, value in planner.attributes.items()
-            if not planner.is_layer(name.rpartition(".")[0])  # which its tensors change
+            for name, value in mended.attributes.items()
+            if not planner.trace.is_layer(name.rpartition(".")[0])  # which its tensors change
         },
-        code=planner.code | {path: Borrowed(f) for path, f in replay.forwards.items()},
+        code=mended.code | {path: Borrowed(f) for path, f in replay.forwards.items()},
         _trace=planner.trace,
         _relations=planner.relations,
         _removed=planner.removed,

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from . import tree
 from .copying import copy_model
 from .errors import InputError, ModelError, SettingError
-from .running import bind_inputs, count_parameters, device_of, evaluating
+from .inspecting import count_parameters, device_of
+from .running import bind_inputs, evaluating
 
 MODES = ("eager", "compile", "cuda_graph")
 _BLOCK = 0.01  # seconds that one timed block of runs takes at least

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import tree
 from .errors import InputError, ModelError
-from .running import bind_inputs, modules_of, named_tensors
+from .inspecting import modules_of, named_tensors
+from .running import bind_inputs
 
 
 def check_bare(model: nn.Module) -> None:

@@ -24,7 +24,7 @@ def is_check(frame: FrameType | None, answer: object) -> bool:
     return True
 
 
-WHERE_RUNS_BEGIN = "_recorded"  # the function of :mod:`fxprune.recorder`
+WHERE_RUNS_BEGIN = "_recorded"  # the function of :mod:`fxprune.tracing`
 
 
 @functools.lru_cache(maxsize=1024)

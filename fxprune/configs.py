@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .running import dotted
+from .inspecting import dotted
 
 Place = tuple[str, int | None]  # dotted name, and the item of one that is a list
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from .errors import ModelError
 from .holding import OWN, content, inside
+from .inspecting import modules_of
 from .near import global_names, methods_of_forward
-from .running import modules_of
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from . import benchmarking
 from .errors import PlanError
+from .inspecting import count_parameters, tensors_of
 from .kept import tensor_dim
 from .recording import uses_of
-from .running import count_parameters, tensors_of
 
 _BINS = 24
 

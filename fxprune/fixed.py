@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .inspecting import dotted
 from .near import codes, near, package_of
-from .running import dotted
 
 # What sets up a module, or moves it to another device or dtype.
 _SETTING_UP = frozenset({"__init__", "_apply", "to"})

@@ -21,12 +21,12 @@ from .answers import at_new_widths
 from .code import Code, _keys, expect_answer, expect_argument, take
 from .faults import CannotRewrite, Fault, WrongOrder, WrongSize, same_sizes
 from .flags import depend_on_mode, may_read_mode, reads_mode_of_others
+from .inspecting import all_tensors, modules_of, read_attribute
 from .modes import Differences, differences
 from .near import codes_near, methods_with, names_in, read_by_forward, set_by_forward
 from .ops import argument_names
 from .recording import ModuleCall, Trace, is_size
 from .replay import Replay
-from .running import all_tensors, modules_of, read_attribute
 from .spec import TOLD
 from .unsaid import OWN_CONTEXT
 

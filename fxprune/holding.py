@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .running import dotted
+from .inspecting import dotted
 
 OWN = ("_parameters", "_buffers", "_modules")  # where a module has its own parts
 

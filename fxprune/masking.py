@@ -15,8 +15,9 @@ from .errors import PlanError
 from .fixed import fixed_tensors
 from .fold import Folds, Shift, mixed
 from .hooked import parametrized, with_hooks
+from .inspecting import modules_of, read_attribute
 from .mask import bake, beneath, masked_names, own_class, parametrizations, put_on
-from .running import modules_of, on_cpu, read_attribute
+from .running import on_cpu
 
 
 @on_cpu()

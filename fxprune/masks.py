@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from . import mask_methods as methods
 from .errors import SettingError
+from .inspecting import dotted
 from .leftovers import from_torch_prune, to_torch_prune
 from .mask import is_masked, mask_of, masked_names, parametrizations, put_on, take_off
-from .running import describe, dotted
+from .running import describe
 
 __all__ = [
     "apply",

@@ -24,9 +24,9 @@ from .errors import ModelError
 from .fixed import fixed_tensors
 from .frames import frame_of_model, where
 from .holding import kept_besides
+from .inspecting import named_tensors, read_attribute
 from .old_types import StandIn
 from .recording import after_write
-from .running import named_tensors, read_attribute
 from .source import place_of, reads_behind
 from .spec import BASIC, TOLD, spec
 

@@ -10,6 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+# Operators of tensors that are written in Python, such as ``2 ** x``, by the function they are.
+OPERATORS = {
+    function: name for name, function in vars(torch.Tensor).items()
+    if name.startswith("__") and name != "__len__" and inspect.isfunction(function)
+}  # fmt: skip
+
 
 class Applied:
     """The ``apply`` of an autograd function, as fx can write it: the class's own has no module."""

@@ -14,10 +14,10 @@ from . import tree
 from .channels import SourceAxis
 from .errors import SettingError, warn
 from .hooked import parametrized
+from .inspecting import read_attribute
 from .kept import shrink
 from .mask import parametrizations
 from .rewrite import Journal, memory_format
-from .running import read_attribute
 
 # States of one byte an entry are compressed by blocks, which no cut of a parameter respects.
 _COMPRESSED = (torch.uint8, torch.int8)

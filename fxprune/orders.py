@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from .call import Call
+from .call import Call, Named
 from .channels import Axis, Channels, SourceAxis
 from .faults import AtNode, WrongOrder
 from .recording import Trace
 from .relations import Relations
+from .spec import TOLD
 from .walk import Walk
 
 _MANY = 2**31  # more than there are labels: two of them make one number
@@ -131,7 +132,23 @@ class Orders(Walk):
 
     def units_around(self, node: fx.Node) -> np.ndarray:
         """Units of a call's result and inputs, and of the tensors its sizes are computed from."""
-        raise NotImplementedError
+        units: list[Tensor] = []
+        seen: set[fx.Node] = set()
+
+        def visit(current: fx.Node) -> None:
+            if current in seen:
+                return
+            seen.add(current)
+            value = self.before[current]
+            for x in value if isinstance(value, (tuple, list)) else [value]:
+                if isinstance(x, Channels):
+                    units.extend(axis.units.reshape(-1) for axis in x.axes)
+            if current is node or not isinstance(value, (Channels, tuple, list, Named, *TOLD, str)):
+                for source in current.all_input_nodes:
+                    visit(source)
+
+        visit(node)
+        return torch.cat(units).numpy() if units else np.zeros(0, dtype=np.int64)
 
     def straightened(self, call: Call, result: Channels) -> Channels:
         takes = self._out_of_order(call.node, result)

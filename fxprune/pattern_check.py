@@ -14,9 +14,9 @@ from .cutting import cut, own_nodes, values_of
 from .errors import PatternError
 from .pattern_types import Pattern
 from .perturbing import Claim, Perturbing
-from .recorder import record
 from .registry import scope
 from .running import bind_inputs
+from .tracing import record
 
 
 @dataclass(frozen=True)

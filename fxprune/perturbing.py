@@ -14,9 +14,10 @@ from . import tree
 from .alone import Free
 from .call import node_name
 from .channels import Axis, Channels, SourceAxis, distinct
+from .inspecting import read_attribute, tensors_of
 from .ops import argument_names
 from .recording import Trace
-from .running import read_attribute, run_node, tensors_of
+from .running import run_node
 from .widths import OldSizes
 
 _CONSTANT = 1.7

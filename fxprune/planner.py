@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import fusions, groups, importance, kept
 from .assembling import assemble
@@ -19,18 +18,13 @@ from .budgets.budget import Budget
 from .budgets.searching import Options
 from .calibration.reconstruction import Reconstruction
 from .channels import SourceAxis
-from .code import Code, Patched
 from .constants import Constants
-from .faults import CannotRewrite, Fault
 from .fold import Folds, folds
-from .forwards import rewrite
-from .orders import Mismatch
+from .mending import Mended, Mending, Unfit
 from .owed import Owed
-from .patching import CannotPatch, patch
 from .pruning_plan import PruningPlan
 from .recording import Trace
 from .relations import Relations
-from .replay import Replay
 from .sayings import Telling
 from .scope import MOST, Contender, fractions, structure, work_of
 from .select import Choice, keep_count
@@ -40,7 +34,7 @@ _ROUNDS = 50  # of freezing what turned out not to fit; each freezes at least on
 
 
 class Planner:
-    """From relations to a plan: choose, follow the constants, replay; freeze what does not fit.
+    """From relations to a plan: choose, follow the constants, mend; freeze what does not fit.
 
     Args:
         example_input: that the trace was recorded with.
@@ -83,11 +77,11 @@ class Planner:
         self._ask()
         for _ in range(_ROUNDS):
             self._divide()
-            replay = self._attempt()
-            if replay is not None and self._is_met(replay):
+            mended = self._attempt()
+            if mended is not None and self._is_met(mended):
                 self.relations.quieten()
                 self._explain_whole()
-                return assemble(self, replay)
+                return assemble(self, mended)
         raise AssertionError("freezing did not come to an end")  # each round freezes a group
 
     def _ask(self) -> None:
@@ -140,13 +134,13 @@ class Planner:
             found = [float(1 - kept.mean()) for kept in stays]
         self.asked = {id(g): fraction for g, fraction in zip(losing, found, strict=True)}
 
-    def _is_met(self, replay: Replay) -> bool:
+    def _is_met(self, mended: Mended) -> bool:
         """Whether a target is, if there is one."""
         if self.budget is None:
             return True
         met = self.budget.is_met(self.removed, self.carriers, self.folds)
         if met and self.budget.measure.unsure:
-            return self.budget.is_counted(assemble(self, replay))
+            return self.budget.is_counted(assemble(self, mended))
         return met
 
     def _contender(self, group: groups.Group) -> Contender:
@@ -221,7 +215,7 @@ class Planner:
         path = axis.name.rpartition(".")[0]
         return path, self.modules.get(path, self.trace.model)
 
-    def _attempt(self) -> Replay | None:
+    def _attempt(self) -> Mended | None:
         """One round; None when it froze something and another is needed."""
         for group in self.groups:
             stays = self._stays(group)
@@ -232,18 +226,16 @@ class Planner:
             self.silent &= self.removed
         if not self._follow_constants():
             return None
-        self.orders: dict[int, Tensor] = {}
-        self.straighten: set[torch.fx.Node] = set()
-        self.attributes: dict[str, Any] = {}
-        self.set_for: dict[str, list[np.ndarray]] = {}  # units that an attribute was set for
-        self.code: dict[str, Code | Patched] = {}
-        whole = not self.removed.any()  # no size is another: whatever looks so is right as it is
+        kept = ~self.removed | self.carriers
+        mending = Mending(
+            self.trace, self.relations, kept, self.trained, attention=self.settings.attention
+        )
         try:
-            replay = self._replay() if whole else self._with_attributes()
-        except Mismatch as mismatch:
-            self._freeze(mismatch.units, mismatch.reason, mismatch.where, mismatch.line)
+            return mending.mend()
+        except Unfit as unfit:
+            classes = np.unique(self.relations.classes[unfit.units])
+            self._freeze_classes(classes, unfit.reason, unfit.where, unfit.line)
             return None
-        return replay if whole or self._write_code(replay) else None
 
     def _stays(self, group: groups.Group) -> np.ndarray | None:
         """For each unit of a group whether it is to stay; None where all do."""
@@ -366,113 +358,6 @@ class Planner:
                 self.removed[units] = False
                 spared = True
         return spared
-
-    def _replay(self, before: Replay | None = None) -> Replay:
-        """The trace at the chosen widths, with channels in an order that fits: producers make them
-        so, or the code that moves them (a channel shuffle) has its result put in order. ``before``
-        is one that the attributes set since are all that is new for."""
-        while True:
-            replay = before or Replay(
-                self.trace, self.relations, ~self.removed | self.carriers, self.attributes,
-                self.orders, self.straighten, attention=self.settings.attention,
-            )  # fmt: skip
-            try:
-                replay.run() if before is None else replay.resume(self.attributes)
-                return replay
-            except Mismatch as mismatch:
-                before = None
-                if mismatch.reorder is not None and mismatch.reorder[0] not in self.orders:
-                    first, order = mismatch.reorder
-                    self.orders[first] = order
-                elif mismatch.misplaced is None or mismatch.misplaced in self.straighten:
-                    raise
-                else:  # with whatever else this line of the code puts in an order of its own
-                    line = mismatch.misplaced.meta.get("where")
-                    self.straighten |= {
-                        node for node in self.trace.graph.nodes
-                        if node is mismatch.misplaced or (line and node.meta.get("where") == line)
-                    }  # fmt: skip
-
-    def _write_code(self, replay: Replay) -> bool:
-        """New code where the model's own would do wrong; False where that cannot be, and what asked
-        for it was frozen."""
-        by_call: dict[int, list[Fault]] = {}
-        by_path: dict[str, list[Fault]] = {}
-        for fault in replay.faults():
-            by_call.setdefault(fault.call, []).append(fault)
-            by_path.setdefault(self.trace.calls[fault.call].path, []).append(fault)
-        for path, found in by_path.items():
-            with contextlib.suppress(CannotPatch):
-                self.code[path] = patch(self.trace, path, found, replay, self.trained)
-        for index, faults in by_call.items():
-            if self.trace.calls[index].path in self.code:
-                continue
-            try:
-                code = rewrite(self.trace, index, faults, replay, self.trained)
-            except CannotRewrite as error:
-                self._freeze_fault(faults[0], str(error))
-                return False
-            self.code[self.trace.calls[index].path] = code
-        return True
-
-    def _with_attributes(self) -> Replay:
-        """The trace at the chosen widths, with the attributes set that all their uses agree on."""
-        replay = self._replay()
-        unfit: set[str] = set()
-        while fresh := self._fresh_attributes(replay, unfit):
-            self.attributes |= fresh
-            try:
-                replay = self._replay(replay)
-            except Mismatch:  # other code reads them for something else
-                unfit |= fresh.keys()
-                self.attributes = {k: v for k, v in self.attributes.items() if k not in unfit}
-                replay = self._replay()
-        return replay
-
-    def _fresh_attributes(self, replay: Replay, unfit: Container[str]) -> dict[str, Any]:
-        """Attributes that are to have a new value, on which all their uses agree so far."""
-        wanted: dict[tuple[str, int | None], set[Any]] = {}
-        for fault in replay.faults():
-            for name, index, value in fault.proposals():
-                wanted.setdefault((name, index), set()).add(value)
-                if fault.units.size:
-                    self.set_for.setdefault(name, []).append(fault.units)
-        fresh: dict[str, Any] = {}
-        for (name, index), values in wanted.items():
-            if len(values) > 1 or name in self.attributes or name in unfit:
-                continue
-            path, _, key = name.rpartition(".")
-            if self.is_layer(path) and replay.module_sizes.get(path, {}).get(key) not in values:
-                continue  # a layer's attribute is what its tensors say, or no width at all
-            (value,) = values
-            if index is not None:
-                old = fresh.get(name, self.trace.tensor(name))
-                value = type(old)(value if i == index else n for i, n in enumerate(old))
-            fresh[name] = value
-        return fresh
-
-    def is_layer(self, path: str) -> bool:
-        """Whether no code of the model's own runs in the module: a leaf of the trace."""
-        if path not in self.modules:  # a configuration
-            return False
-        runs = any(call.path == path for call in self.trace.calls)
-        return not runs and (
-            path in self.trace.called or type(self.modules[path]).__module__.startswith("torch.nn.")
-        )
-
-    def _freeze_fault(self, fault: Fault, why: str) -> None:
-        place = fault.line.rpartition("/")[2]
-        units = fault.units
-        others = [u for name in fault.attributes() for u in self.set_for.get(name, ())]
-        alone = np.setdiff1d(np.concatenate(others), units) if others else units[:0]
-        if alone.size:  # what is wrong here has been set for them
-            units = alone
-        elif not units.size:  # an attribute of its own: it was set for these
-            units = np.concatenate([u for found in self.set_for.values() for u in found])
-        self._freeze(units, f"{fault.words}, and {why}", place, fault.line)
-
-    def _freeze(self, labels: np.ndarray, reason: str, where: str, line: str) -> None:
-        self._freeze_classes(np.unique(self.relations.classes[labels]), reason, where, line)
 
     def _freeze_classes(self, classes: np.ndarray, reason: str, where: str, line: str) -> None:
         """Freeze the groups of these units that lose any; where none does, all that do."""

@@ -22,11 +22,11 @@ from .hooked import parametrized
 from .pattern_types import Pattern
 from .planner import Planner
 from .pruning_plan import PruningPlan
-from .recorder import record, record_training
 from .registry import as_patterns, every, scope
 from .running import on_cpu, uncollected
 from .sayings import Telling
 from .settings import Settings, check_names, checked, for_model
+from .tracing import record, record_training
 from .trained import InTrainingAlone
 
 

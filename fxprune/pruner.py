@@ -17,6 +17,7 @@ from .check import check_model
 from .errors import ModelError, PlanError, PruningWarning, SettingError, warn
 from .fold import Folds
 from .importance import resolve
+from .inspecting import count_parameters, read_attribute
 from .kept import composed
 from .mask import is_masked
 from .optimizer_state import check_optimizers, cuts, install, regroup
@@ -25,7 +26,7 @@ from .planning import plan
 from .proof import prove
 from .pruning_plan import PruningPlan
 from .rewrite import Journal, apply_with_journal, make_parameter, undoing
-from .running import count_parameters, on_cpu, read_attribute
+from .running import on_cpu
 from .saving import chosen
 from .saving.indices import Malformed
 from .saving.restoring import restore

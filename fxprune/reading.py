@@ -12,7 +12,8 @@ from torch import Tensor, fx
 from . import tree
 from .call import Call, Named
 from .channels import Channels, remap
-from .running import run_node, tensors_of
+from .inspecting import tensors_of
+from .running import run_node
 from .spec import Spec
 
 # For each tensor (by name) and result (by number) the names it is cut into, with their sizes.

@@ -1,19 +1,18 @@
-"""Recording one run of a model as an fx graph.
+"""Listening to one run of a model, and writing it as an fx graph.
 
-The model runs once, for real, under a function mode that writes each torch call as a node. Module
-classes with a pattern, and childless modules of ``torch.nn``, become one ``call_module`` node.
-:mod:`fxprune.nodes` knows which node each value is.
+A function mode writes each torch call as a node. Module classes with a pattern, and childless
+modules of ``torch.nn``, become one ``call_module`` node. :mod:`fxprune.nodes` knows which node each
+value is, :mod:`fxprune.tracing` makes the run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial, reduce
+from collections.abc import Callable, Iterator
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -21,42 +20,24 @@ from torch import fx, nn, overrides
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 
-from . import caches, sizes, tree
+from . import sizes, tree
 from .aten import AtenRecorder, followed
 from .checking import is_check
 from .computed import goes_by_its_name
-from .errors import InputError, ModelError, PruningError
-from .flags import depend_on_mode
+from .errors import ModelError
 from .frames import frame_of_model, is_model_code, line_of, where
+from .hooks import HooksAct, call_hooked
+from .inspecting import modules_of
 from .mask import unmasked
-from .modes import flags_of
 from .nodes import Nodes
-from .old_types import recorded_types
-from .ops import op_name
+from .ops import OPERATORS, op_name
 from .pattern_types import Pattern
 from .probe import probe
-from .recording import ModuleCall, Trace, set_item
-from .registry import for_function, for_module, python_functions
-from .running import (
-    LOCK,
-    bind_inputs,
-    describe,
-    evaluating,
-    modules_of,
-    uncollected,
-    wanted,
-)
+from .recording import ModuleCall, set_item
+from .registry import for_function, for_module
 from .source import is_message
 from .spec import TOLD, spec
-from .told import (
-    autograd_functions,
-    module_calls,
-    script_calls,
-    scripted_from,
-    told,
-    uncompiled,
-    variables,
-)
+from .told import scripted_from
 from .unsaid import OWN_CONTEXT, READ_PAST_SIZES, Kept, contexts, odd_container
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
@@ -68,135 +49,11 @@ _READS_DATA = ("bool", "int", "float", "complex", "index", "item", "local_scalar
 _CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda")
 
 
-def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
-    """Record one run of ``model`` as a runnable, printable :class:`torch.fx.GraphModule`.
-
-    The model runs once in eval mode without gradients, and is left as it was. Whatever Python the
-    model runs (conditions, loops, helpers) is followed as it happens; the graph holds what this
-    input made it do. Sizes that the model reads from its inputs stay expressions, so the graph
-    is right for other batch sizes too. Like the model it shares tensors with, it can be told to
-    train or to evaluate.
-
-    Args:
-        model: any module that runs.
-        example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
-
-    Raises:
-        InputError: the model does not run on ``example_input``; its own error is chained.
-    """
-    with uncollected():
-        recorded = record(model, example_input)
-        trained = cache(partial(record_training, model, example_input))
-        for node, flags in flags_of(recorded, trained).items():
-            for place, train in flags:
-                depend_on_mode(node, place, train)
-        return recorded.graph_module()
-
-
-def record_training(model: nn.Module, example_input: Any, only: Any = None) -> Trace | None:
-    """A run in training mode; None where the model does not run so."""
-    try:
-        return record(model, example_input, only, training=True)
-    except InputError:
-        return None
-
-
-def record(
-    model: nn.Module,
-    example_input: Any,
-    only: Sequence[str | int] | None = None,
-    *,
-    training: bool = False,
-) -> Trace:
-    """Run ``model`` once and record it. See :func:`trace`.
-
-    Args:
-        only: names of the entries of its result that are its outputs; None for all.
-        training: run it in training mode, to see what its code does there.
-    """
-    try:
-        return _recorded(model, example_input, only, training)
-    except _Failed as failed:
-        error: Any = failed.__cause__
-        kind, given = type(model).__name__, describe(example_input)
-        words = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if not training and _runs(model, example_input):
-            raise ModelError(f"{kind} runs on {given}, but cannot be recorded: {words}") from error
-        raise InputError(
-            f"{kind} does not run on example_input ({given}): {words}. Pass what the model takes: "
-            "a tensor, a tuple of positional arguments, or a mapping of keyword arguments."
-        ) from error
-
-
-class _Failed(Exception):
-    """A run that was recorded ended with an error."""
-
-
-def _runs(model: nn.Module, example_input: Any) -> bool:
-    """Whether it does where nobody records it."""
-    args, kwargs = bind_inputs(example_input)
-    with evaluating(model), torch.no_grad():
-        try:
-            model(*args, **kwargs)
-        except Exception:  # whatever the model's own code raises
-            return False
-    return True
-
-
-def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -> Trace:
-    args, kwargs = bind_inputs(example_input)
-    recorder = _Recorder(model)
-    with (
-        LOCK,
-        uncollected(),
-        evaluating(model, training=training),
-        sizes.traced_attributes(model),
-        sizes.traced_builtins(),
-        recorded_types(),
-        caches.passed_by(),
-        torch.no_grad(),
-        module_calls(recorder.module),
-        script_calls(recorder.scripted),
-        variables(recorder.wrapped),
-        uncompiled(),
-        told((*python_functions(), *autograd_functions()), recorder.python_call),
-    ):
-        args, kwargs = recorder.nodes.placeholders(args, kwargs)
-        try:
-            with recorder, recorder.listening():
-                output = model(*args, **kwargs)
-        except PruningError:
-            raise
-        except Exception as error:
-            raise _Failed from error
-        recorder.nodes.close()
-        nodes = recorder.nodes
-        if only is not None:  # a new forward returns the rest, too
-            recorder.calls[0].output = nodes.handed(output)
-        nodes.graph.output(nodes.argument(wanted(model, output, only, training=training)))
-        recorder.nodes.let_go()
-    nodes = recorder.nodes
-    return Trace(
-        nodes.graph,
-        model,
-        recorder.calls,
-        nodes.constants,
-        recorder.called,
-        nodes.named,
-        nodes.kept_whole,
-        nodes.written,
-    )
-
-
-class _HooksAct(Exception):
-    """Hooks of a layer change what goes in or comes out."""
-
-
 def _called(original: Callable, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return original(m, *args, **kwargs)
 
 
-class _Recorder(TorchFunctionMode):
+class Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -262,8 +119,8 @@ class _Recorder(TorchFunctionMode):
         if leaf and not lent:
             hooked = m._forward_pre_hooks or m._forward_hooks
             known = for_module(m) is not None
-            run = partial(self._hooked if hooked else _called, original, m)
-            with _Paused(self), contextlib.suppress(_HooksAct):
+            run = partial(call_hooked if hooked else _called, original, m)
+            with _Paused(self), contextlib.suppress(HooksAct):
                 return self._record("call_module", path, run, args, kwargs, known=known)
         with _Paused(self):
             handed = self.nodes.handed(args), self.nodes.handed(kwargs)
@@ -304,32 +161,6 @@ class _Recorder(TorchFunctionMode):
             if len(given) != len(own) or not all(map(operator.is_, given, own)):
                 return True
         return False
-
-    def _hooked(self, original: Callable, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The call of a leaf whose hooks look on. Where they pass something else to its forward, or
-        on from it, than they get, it has to be followed inside, hooks and all: :class:`_HooksAct`.
-        """
-        forward, inside = m.forward, []
-        alive = []  # or another tensor could be taken for one of these
-
-        def noted(*given: Any, **named: Any) -> Any:
-            inside.append(_identities((given, named)))
-            result = forward(*given, **named)
-            inside.append(_identities(result))
-            alive.append((given, named, result))
-            return result
-
-        own = dict(vars(m))
-        before = _identities((args, kwargs))
-        vars(m)["forward"] = noted
-        try:
-            result = original(m, *args, **kwargs)
-        finally:
-            vars(m).pop("forward")
-            vars(m).update(own)
-        if inside != [before, _identities(result)]:
-            raise _HooksAct
-        return result
 
     def _not_the_models(self) -> bool:
         """Whether a call is covered by a leaf's node, or made by another thread."""
@@ -407,8 +238,8 @@ class _Recorder(TorchFunctionMode):
             target = operator.getitem
         elif getattr(torch.Tensor, name, None) is func and not name.startswith("__"):
             kind, target = "call_method", name
-        elif func in _OPERATORS:  # which go by the name of what they wrap
-            kind, target = "call_method", _OPERATORS[func]
+        elif func in OPERATORS:  # which go by the name of what they wrap
+            kind, target = "call_method", OPERATORS[func]
         known = for_function(func) is not None
         value = self._record(kind, target, func, args, kwargs, known=known)
         self._follow_numbers(name, args, value)
@@ -522,12 +353,6 @@ def _tensors(m: nn.Module) -> list[Any]:
     return [*m._parameters.values(), *m._buffers.values()]
 
 
-def _identities(value: Any) -> list[tuple[int, int]]:
-    """Which tensors there are, and which of their values."""
-    found = tree.tensors(value)
-    return [(id(t), 0 if t.is_inference() else t._version) for t in found]
-
-
 class _Paused:
     """Torch calls inside are not the model's, or are covered by a leaf's node: they need not come
     by the recorder, unless the model has a mode of its own on top of it. No generator, which would
@@ -535,7 +360,7 @@ class _Paused:
 
     __slots__ = ("_mode", "_recorder")
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
     def __enter__(self) -> None:
@@ -547,10 +372,3 @@ class _Paused:
         self._recorder._suspended = False
         if self._mode is not None:
             overrides._push_mode(self._mode)
-
-
-# Operators of tensors that are written in Python, such as ``2 ** x``.
-_OPERATORS = {
-    function: name for name, function in vars(torch.Tensor).items()
-    if name.startswith("__") and name != "__len__" and inspect.isfunction(function)
-}  # fmt: skip

@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 
 from . import registry, sizes
+from .inspecting import computed_by_hook, modules_of, read_attribute, tensor_names, tensors_of
 from .pattern_types import Pattern
-from .running import computed_by_hook, modules_of, read_attribute, tensor_names, tensors_of
 
 
 @dataclass
@@ -74,14 +74,23 @@ class Trace:
         call = node.meta.get("call")
         return self.model if call is None else self.modules[self.calls[call].path]
 
+    def is_layer(self, path: str) -> bool:
+        """Whether no code of the model's own runs in the module: a leaf of the trace."""
+        if path not in self.modules:  # a configuration
+            return False
+        runs = any(call.path == path for call in self.calls)
+        return not runs and (
+            path in self.called or type(self.modules[path]).__module__.startswith("torch.nn.")
+        )
+
     def tensor_names(self, path: str) -> list[str]:
-        """Of a leaf module; see :func:`fxprune.running.tensor_names`."""
+        """Of a leaf module; see :func:`fxprune.inspecting.tensor_names`."""
         if path not in self._tensor_names:
             self._tensor_names[path] = tensor_names(self.modules[path])
         return self._tensor_names[path]
 
     def computed_by_hook(self, path: str) -> str:
-        """Of a leaf module; see :func:`fxprune.running.computed_by_hook`."""
+        """Of a leaf module; see :func:`fxprune.inspecting.computed_by_hook`."""
         if path not in self._hooked:
             self._hooked[path] = computed_by_hook(self.modules[path])
         return self._hooked[path]

@@ -16,7 +16,8 @@ from torch import Tensor, fx, nn
 from . import tree
 from .call import Named
 from .channels import Channels
-from .running import bind_inputs, evaluating, outputs, read_attribute, run_node
+from .inspecting import read_attribute
+from .running import bind_inputs, evaluating, outputs, run_node
 
 
 def reference(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> list[Tensor]:

@@ -1,14 +1,14 @@
 """The second walk: the trace at its new widths.
 
 Labels of kept slices run through the same rules. Where tensors meet, their units have to agree in
-number and order; the order in which each parameter's slices are kept, the sizes that the model's
-code has to compute, and those that it will compute, come out.
+number and order; the order in which each parameter's slices are kept comes out, and the sizes of
+:mod:`fxprune.resizing`: those that the model's code has to compute, and those that it will.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,21 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from . import registry
 from .answers import wrong_answers
-from .call import Call, Named, Roles, leaves
-from .channels import Axis, Channels, SourceAxis, blank_axes
-from .faults import Fault, WrongSize, same_sizes
-from .layout import broadcast_shape, view_dims
-from .orders import Mismatch, Orders, matching
-from .recording import Trace, is_size
+from .call import Call, Named, Roles
+from .channels import Axis, Channels, blank_axes
+from .faults import Fault
+from .layout import broadcast_shape
+from .orders import Mismatch, matching
+from .recording import Trace
 from .relations import Relations
-from .running import read_attribute
-from .spec import TOLD
-from .widths import NewSizes, OldSizes
+from .resizing import Resizing
 
 
-class Replay(Orders):
+class Replay(Resizing):
     """Args:
     trace: the recorded run.
     relations: of the first walk.
@@ -51,89 +48,15 @@ class Replay(Orders):
         *,
         attention: str = "heads",
     ) -> None:
-        super().__init__(trace, relations, kept, orders, straighten, attention=attention)
-        self.attributes = attributes or {}
+        super().__init__(
+            trace, relations, kept, attributes, orders, straighten, attention=attention
+        )
         self.indices: dict[str, Tensor] = {}  # index buffers, rewritten
-        self.module_sizes: dict[str, dict[str, Any]] = {}
-        self.forwards: dict[str, Callable[..., Any]] = {}  # of modules that need another
         self.calls: dict[fx.Node, tuple[Any, Any]] = {}  # of calls that count channels
         self._counted = {note.node for note in relations.approximate}
         self._sources = {(s.name, len(s.view), s.dims): s for s in relations.sources}
-        self._by_name: dict[str, list[SourceAxis]] = {}
-        for s in relations.sources:
-            self._by_name.setdefault(s.name, []).append(s)
 
-    # -- sizes ----------------------------------------------------------------------------------
-
-    def new_shape(self, x: Channels) -> tuple[int, ...]:
-        shape = list(x.shape)
-        for axis in x.axes:
-            for d, n in zip(axis.dims, self.left(axis.units).shape, strict=True):
-                shape[d] = n
-        return tuple(shape)
-
-    def result_shape(self, node: fx.Node) -> tuple[int, ...]:
-        return self.new_shape(self.before[node])
-
-    def result_shapes(self, node: fx.Node) -> list[Any]:
-        return [self.new_shape(x) if isinstance(x, Channels) else None for x in self.before[node]]
-
-    def widths(self) -> set[tuple[int, int]]:
-        """(old, new) of every size of the run that changes."""
-        pairs: set[tuple[int, int]] = set()
-        for before in self.before.values():
-            for x in before if isinstance(before, tuple) else (before,):
-                if isinstance(x, Channels):
-                    pairs.update(zip(x.shape, self.new_shape(x), strict=True))
-        return {(old, new) for old, new in pairs if old != new}
-
-    def view_shape(self, name: str) -> tuple[int, ...]:
-        """New shape of a tensor, seen as its pattern sees it."""
-        axes = self._by_name[name]
-        view = list(axes[0].view)
-        for axis in axes:
-            if len(axis.view) == len(view):
-                for d, n in zip(axis.dims, self.order[axis.first].shape, strict=True):
-                    view[d] = n
-        return tuple(view)
-
-    def labels_of(self, call: Call, name: str) -> Tensor:
-        """All labels of a tensor of a leaf module."""
-        value = self.member(call, name)
-        axes = self._by_name.get(value.name, []) if value is not None else []
-        return torch.cat(
-            [torch.zeros(0, dtype=torch.int64), *(a.labels().reshape(-1) for a in axes)]
-        )
-
-    def as_it_was(self, value: Named) -> Channels:
-        """A parameter with the axes that it had in the first walk."""
-        shape = value.spec.shape
-        sources = [s for s in self._by_name.get(value.name, ()) if s.view == shape]
-        return Channels(shape, tuple(Axis(s.dims, s.labels()) for s in sources))
-
-    def tensor_shape(self, value: Named) -> tuple[int, ...]:
-        if value.name not in self._by_name:
-            return value.spec.shape
-        old = self._by_name[value.name][0].view
-        new = self.view_shape(value.name)
-        return tuple(math.prod(new[d] for d in dims) for dims in view_dims(value.spec.shape, old))
-
-    def number(self, node: fx.Node, args: tuple[Any, ...]) -> Any:
-        if is_size(node):
-            source, dim = args
-            return (source.shape if isinstance(source, Channels) else self.tensor_shape(source))[
-                dim
-            ]
-        return node.target(*args) if callable(node.target) else node.meta["spec"]
-
-    def _attribute(self, node: fx.Node) -> Any:
-        new = self.new_attribute(str(node.target))
-        return super()._attribute(node) if new is None else new
-
-    def new_attribute(self, name: str) -> Any:
-        """An attribute's new value, or None where it keeps the one it has."""
-        path, _, key = name.rpartition(".")
-        return self.attributes.get(name, self.module_sizes.get(path, {}).get(key))
+    # -- the walk ---------------------------------------------------------------------------------
 
     def run(self) -> None:
         self._tied_sizes()  # which the code may read
@@ -163,115 +86,6 @@ class Replay(Orders):
         self.found.pop(node, None)
         self._disturbed.discard(node)
         return self._visit(node, again=True)
-
-    def faults(self) -> list[Fault]:
-        """What the model's own code would do wrongly, in the order of the trace."""
-        at_nodes = [fault for node in self.trace.graph.nodes for fault in self.found.get(node, ())]
-        return [*at_nodes, *wrong_answers(self)]
-
-    def resize(self, call: Call) -> None:
-        resize = None if call.pattern is None else call.pattern.resize
-        found = {} if resize is None else dict(resize(call, NewSizes(self, call.node)))
-        self._keep_numbers(call, {key for place in found if place for key in place})
-        instead = found.pop(None, None)
-        for (position, name), needed in found.items():
-            given = position < len(call.args)
-            computed = call.args[position] if given else call.kwargs.get(name)
-            if any(leaves(computed)):
-                computed = self._as_told(call, (position, name), computed)
-            written = call.node.args[position] if given else call.node.kwargs.get(name)
-            if not same_sizes(computed, needed, written):
-                units = self.units_around(call.node)
-                self.blame(WrongSize(units, call.node, (position, name), computed, needed, instead))
-            self._give(call, (position, name), needed)
-
-    def _as_told(self, call: Call, place: tuple[int, str], computed: Any) -> Any:
-        """Sizes with what tensors among them tell, which is what they told: no width of channels
-        where that is what the size was."""
-        old = OldSizes({}, (), call.spec)
-        before = call.pattern.resize(call, old).get(place)  # type: ignore[union-attr, misc, arg-type]
-        if isinstance(computed, (Channels, Named)) and isinstance(before, int):
-            return before
-        several = isinstance(before, (tuple, list)) and isinstance(computed, (tuple, list))
-        if not several or len(before) != len(computed):
-            return computed
-        pairs = zip(computed, before, strict=True)
-        return [b if any(leaves(c)) and isinstance(b, int) else c for c, b in pairs]
-
-    def _give(self, call: Call, place: tuple[int, str], value: Any) -> None:
-        position, name = place
-        if position < len(call.args):
-            call.args = (*call.args[:position], value, *call.args[position + 1 :])
-        else:
-            call.kwargs = {**call.kwargs, name: value}
-
-    def positions_kept(
-        self, node: fx.Node, old: Channels, new: Channels
-    ) -> list[tuple[int, Tensor]]:
-        """For each dimension of a value that shrinks, the old positions that stay, in order.
-
-        Only of axes that cover one dimension: what counts channels sees no cut ones ragged.
-        """
-        result = []
-        for axis in old.axes:
-            for i, d in enumerate(axis.dims):
-                kept = self.kept(axis.units)
-                others = [o for o in range(kept.dim()) if o != i]
-                keep = kept.amax(others) if others else kept
-                if bool(keep.all()):
-                    continue
-                after = new.axis(d)
-                order = torch.nonzero(keep).reshape(-1)
-                if len(axis.dims) == 1 and after is not None and len(after.dims) == 1:
-                    order = order[matching(axis.units[order], after.units)]
-                result.append((d, order))
-        return result
-
-    def _keep_numbers(self, call: Call, sizes: Container[Any]) -> None:
-        """A number that the code computes from a width (``y / y.shape[1]``) stays what it was, but
-        for ``sizes``, the arguments that have to change."""
-        node = call.node
-        if node.graph is not self.trace.graph:
-            return
-        given = [((i, ""), n, call.args[i]) for i, n in enumerate(node.args) if i not in sizes]
-        given += [
-            ((len(node.args), key), n, call.kwargs[key])
-            for key, n in node.kwargs.items() if key not in sizes
-        ]  # fmt: skip
-        for place, argument, computed in given:
-            if isinstance(argument, (fx.Node, tuple, list)):
-                old = fx.node.map_arg(argument, lambda n: n.meta["spec"])
-                if _is_number(old) and computed != old:
-                    units = self.units_around(node)
-                    self.blame(WrongSize(units, node, place, computed, old))
-                    self._give(call, place, old)
-
-    def is_free(self, node: fx.Node, dim: int) -> bool:
-        """Whether a dimension is no width, but the batch's or one of positions."""
-        x = self.before[node]
-        return isinstance(x, Channels) and x.axis(dim) is None
-
-    def units_around(self, node: fx.Node) -> np.ndarray:
-        """Units of a call's result and inputs, and of the tensors its sizes are computed from."""
-        units: list[Tensor] = []
-        seen: set[fx.Node] = set()
-
-        def visit(current: fx.Node) -> None:
-            if current in seen:
-                return
-            seen.add(current)
-            value = self.before[current]
-            for x in value if isinstance(value, (tuple, list)) else [value]:
-                if isinstance(x, Channels):
-                    units.extend(axis.units.reshape(-1) for axis in x.axes)
-            if current is node or not isinstance(value, (Channels, tuple, list, Named, *TOLD, str)):
-                for source in current.all_input_nodes:
-                    visit(source)
-
-        visit(node)
-        return torch.cat(units).numpy() if units else np.zeros(0, dtype=np.int64)
-
-    # -- meanings -------------------------------------------------------------------------------
 
     def _visit(self, node: fx.Node, *, again: bool = False) -> Any:
         """A plain call needs no rule here: what went in as it stood comes out as it stood."""
@@ -309,6 +123,37 @@ class Replay(Orders):
                 if now is None or now.dims != axis.dims or not torch.equal(now.units, left):
                     return False
         return True
+
+    # -- what comes out ---------------------------------------------------------------------------
+
+    def faults(self) -> list[Fault]:
+        """What the model's own code would do wrongly, in the order of the trace."""
+        at_nodes = [fault for node in self.trace.graph.nodes for fault in self.found.get(node, ())]
+        return [*at_nodes, *wrong_answers(self)]
+
+    def positions_kept(
+        self, node: fx.Node, old: Channels, new: Channels
+    ) -> list[tuple[int, Tensor]]:
+        """For each dimension of a value that shrinks, the old positions that stay, in order.
+
+        Only of axes that cover one dimension: what counts channels sees no cut ones ragged.
+        """
+        result = []
+        for axis in old.axes:
+            for i, d in enumerate(axis.dims):
+                kept = self.kept(axis.units)
+                others = [o for o in range(kept.dim()) if o != i]
+                keep = kept.amax(others) if others else kept
+                if bool(keep.all()):
+                    continue
+                after = new.axis(d)
+                order = torch.nonzero(keep).reshape(-1)
+                if len(axis.dims) == 1 and after is not None and len(after.dims) == 1:
+                    order = order[matching(axis.units[order], after.units)]
+                result.append((d, order))
+        return result
+
+    # -- meanings ---------------------------------------------------------------------------------
 
     def apply(self, call: Call) -> Any:
         if call.node in self._counted:
@@ -390,68 +235,6 @@ class Replay(Orders):
         units = torch.from_numpy(self.units_around(call.node))
         return Mismatch(units, "what is left of them does not fit together", call)
 
-    def groups_of(self, weight: Named, old: int) -> int:
-        axes = self._by_name.get(weight.name)
-        return self.view_shape(weight.name)[0] if axes and axes[0].view[0] == old else old
-
-    def _module_sizes(self, call: Call) -> None:
-        """New attributes of a leaf module, which all its calls have to agree on."""
-        pattern = call.pattern
-        if call.module is None or pattern is None or pattern.attributes is None:
-            return
-        if self.trace.computed_by_hook(call.path):
-            return  # left whole
-        views, spoken = self._views(call)
-        if views and not spoken:
-            return  # its pattern has not spoken of its tensors: they stay whole
-        first = call.inputs[0] if call.inputs else None
-        shape = first.shape if isinstance(first, Channels) else ()
-        shape = self.tensor_shape(first) if isinstance(first, Named) else shape
-        found = pattern.attributes(call.module, NewSizes(self, call.node, views, shape))
-        forward = found.pop("forward", None)
-        if forward is not None and type(call.module).forward is not forward:
-            self.forwards[call.path] = forward
-        changed: dict[str, dict[str, Any]] = {call.path: {}}
-        for name, value in found.items():
-            path, _, key = f"{call.path}.{name}".rpartition(".")  # of a part of the layer, too
-            if read_attribute(call.module, name) != value:
-                changed.setdefault(path, {})[key] = value
-        known = {path: self.module_sizes.setdefault(path, keys) for path, keys in changed.items()}
-        if known != changed:
-            units = torch.cat([a.units.reshape(-1) for x in call.inputs if isinstance(x, Channels)
-                               for a in x.axes] or [torch.zeros(0, dtype=torch.int64)])  # fmt: skip
-            raise Mismatch(units, f"two calls of {call.path} would need different sizes", call)
-
-    def _views(self, call: Call) -> tuple[dict[str, tuple[int, ...]], bool]:
-        """New shapes of a leaf module's tensors, as patterns see them, and whether any has axes."""
-        views, spoken = {}, False
-        for name in self.trace.tensor_names(call.path):
-            value = self.member(call, name)
-            if value is not None:
-                known = value.name in self._by_name
-                views[name] = self.view_shape(value.name) if known else value.spec.shape
-                spoken = spoken or known
-        return views, spoken
-
-    def _tied_sizes(self) -> None:
-        """New attributes of layers that are not called, but share a tensor with one that is."""
-        called = {id(self.modules[path]) for path in self.trace.called}
-        for path, module in self.modules.items():
-            pattern = None if id(module) in called else registry.for_module(module)
-            if pattern is None or pattern.attributes is None or path in self.module_sizes:
-                continue
-            node = next(iter(self.trace.graph.nodes))  # it has none of its own
-            call = Call(self, node, pattern, (), {}, module=module, path=path)
-            views, spoken = self._views(call)
-            cut = any(
-                len(view) != read_attribute(module, name).dim() for name, view in views.items()
-            )
-            # With no input, a norm says nothing.
-            if spoken and not cut and set(views) <= {"weight", "bias"}:
-                found = pattern.attributes(module, NewSizes(self, node, views))
-                changed = {k: v for k, v in found.items() if getattr(module, k) != v}
-                self.module_sizes[path] = changed
-
     def source(self, value: Named, roles: Roles, view: tuple[int, ...] | None) -> Channels:
         rank = len(value.spec.shape if view is None else view)
         axes = []
@@ -494,13 +277,6 @@ class Replay(Orders):
         if not torch.equal(known, new):
             raise Mismatch(units, f"{index.name} indexes two different sets of channels", call)
         return new
-
-
-def _is_number(value: Any) -> bool:
-    """Or some of them."""
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_number, value))
-    return isinstance(value, (int, float))
 
 
 def _same(before: Any, after: Any) -> bool:

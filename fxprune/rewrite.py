@@ -16,10 +16,11 @@ from .copying import copy_model
 from .errors import ModelError
 from .fold import Carry, Folds, mixed
 from .hooked import parametrized, with_hooks
+from .inspecting import dotted, modules_of, read_attribute
 from .kept import shrink
 from .mask import bake, is_masked, parametrizations
 from .masking import FOLDED, check_fits, has_predictions, keep_masks
-from .running import dotted, modules_of, on_cpu, read_attribute, uncollected
+from .running import on_cpu, uncollected
 from .saving.history import STEPS, note
 
 

@@ -17,13 +17,13 @@ from .check import check_model
 from .errors import SettingError
 from .fold import Folds
 from .importance import Slices, changed, resolve
+from .inspecting import dotted
 from .leftovers import made_plain, pruned_names, sparsified_names
 from .mask import mask_of, masked_names
 from .masking import keep_masks, put_masks
 from .masks import apply, global_unstructured, identity
 from .planning import plan
 from .pruning_plan import PruningPlan
-from .running import dotted
 
 Schedule = Callable[[int], float]
 

@@ -15,7 +15,7 @@ from . import importance
 from .budgets.rounding import preferred
 from .budgets.target import Target
 from .errors import SettingError
-from .running import modules_of
+from .inspecting import modules_of
 from .scope import SCOPES
 
 BIASES = ("propagate", "drop", "expected")

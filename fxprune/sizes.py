@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .inspecting import modules_of
 from .near import package_of
-from .running import modules_of
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from torch import fx, nn
 
 from .discover import Stays, discover
 from .flags import hands_mode_on, may_read_mode
+from .inspecting import named_tensors
 from .near import codes_of_forward, names_in
 from .recording import Trace, uses_of
 from .relations import Relations
-from .running import named_tensors
 from .walk import IS_OUTPUT
 
 

@@ -13,14 +13,14 @@ from .orders import Mismatch
 from .spec import Spec
 
 if TYPE_CHECKING:
-    from .replay import Replay
+    from .resizing import Resizing
 
 
 @dataclass
 class NewSizes:
     """The new widths around one call, for a pattern's ``resize`` and ``attributes``."""
 
-    replay: Replay
+    replay: Resizing
     node: fx.Node
     views: dict[str, tuple[int, ...]] | None = None
     input: tuple[int, ...] = ()

@@ -15,6 +15,8 @@ import fxprune
 from .oracle import awake, check, difference, run, state
 from .test_trace import Net
 
+pytestmark = pytest.mark.usefixtures("from_the_graph")
+
 
 class Literal(nn.Module):
     """A view with a literal, a dropout, a flag, and a question asked of the batch size."""

@@ -17,6 +17,8 @@ import fxprune
 from .oracle import awake, check
 from .test_constructs import Net as NetOf
 
+pytestmark = pytest.mark.usefixtures("from_the_graph")
+
 
 def x(n=5, seed=1):
     generator = torch.Generator().manual_seed(seed)

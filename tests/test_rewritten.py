@@ -118,8 +118,16 @@ CODE = [ViewLiteral, SplitLiteral, SliceLiteral, Written, ExpandLiteral, ZerosLi
 ATTRIBUTES = {Attribute: {"width": 4}, Item: {"sizes": (4, 6, 6)}, Config: {"config.width": 4}}
 
 
+@pytest.fixture(params=["source", "graph"])
+def written(request):
+    """How new code is made."""
+    if request.param == "graph":
+        request.getfixturevalue("from_the_graph")
+    return request.param
+
+
 @pytest.fixture(params=[*CODE, *ATTRIBUTES], ids=lambda kind: kind.__name__)
-def case(request):
+def case(request, written):
     model = awake(request.param())
     plan = fxprune.plan(model, images(2))
     return model, plan, plan.apply(model)
@@ -133,7 +141,7 @@ def test_the_plan_tells_what_it_writes_anew(case):
         assert plan.attributes == ATTRIBUTES[kind] and not plan.code
         assert all(f"{name} becomes" in str(plan) for name in plan.attributes)
     else:
-        assert "def forward(self, x" in plan.code[""].source and "new sizes" in str(plan)
+        assert "(self, " in plan.code[""].source and "new sizes" in str(plan)
 
 
 def test_it_runs_at_another_batch_size(case):

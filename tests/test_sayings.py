@@ -13,8 +13,8 @@ import fxprune
 from fxprune.cutting import values_of
 from fxprune.discover import discover
 from fxprune.fold import Folds
-from fxprune.recorder import record
 from fxprune.sayings import Telling
+from fxprune.tracing import record
 
 from .networks import networks, settings_of_a_plan
 from .oracle import awake, masked_equals_pruned

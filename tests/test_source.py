@@ -13,6 +13,8 @@ import fxprune
 from .oracle import awake, difference, run
 from .test_trace import Net
 
+pytestmark = pytest.mark.usefixtures("from_the_graph")
+
 told = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="the code of Python 3.10 does not know its columns"
 )

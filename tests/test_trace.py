@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import fxprune
-from fxprune.recorder import record
+from fxprune.tracing import record
 
 from .oracle import difference, run
 

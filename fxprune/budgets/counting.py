@@ -23,10 +23,11 @@ from .. import tree
 from ..calibration.readers import Run
 from ..channels import Channels, varying
 from ..errors import InputError
+from ..inspecting import read_attribute
 from ..layout import view_dims
 from ..recording import Trace
 from ..relations import Product, Relations
-from ..running import evaluating, read_attribute
+from ..running import evaluating
 
 
 class Lengths:

@@ -20,12 +20,13 @@ from torch import Tensor, fx, nn
 
 from ..channels import Channels
 from ..copying import copy_model
+from ..inspecting import computed_by_hook, tensors_of
 from ..layout import view_dims
 from ..progress import tracking
 from ..recording import Trace
 from ..relations import Relations
 from ..rewrite import memory_format
-from ..running import bind_inputs, computed_by_hook, evaluating, tensors_of
+from ..running import bind_inputs, evaluating
 from ..spec import Spec
 from ..widths import NewSizes
 from .counting import Count, Lengths, product_of, tensor_lengths

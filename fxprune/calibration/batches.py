@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from .. import tree
 from ..errors import InputError, SettingError
-from ..running import describe, device_of
+from ..inspecting import device_of
+from ..running import describe
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 

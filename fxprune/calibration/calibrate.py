@@ -19,12 +19,13 @@ from .. import masking
 from ..constants import Constants
 from ..errors import SettingError
 from ..fold import Mix, mixed, placed, sink_of
+from ..inspecting import read_attribute
 from ..mask import bake
 from ..progress import tracking
 from ..pruning_plan import PruningPlan
 from ..reference import Counting, tensor_nodes
 from ..rewrite import apply
-from ..running import evaluating, read_attribute
+from ..running import evaluating
 from .readers import Reader, Run, find_readers, live_weight
 from .regression import Sums
 

@@ -13,7 +13,7 @@ import fxprune as library
 
 from .. import benchmarking, proof
 from ..describing import describe
-from ..running import count_parameters
+from ..inspecting import count_parameters
 from . import known, telling
 from .options import WRITE, Job, job, of_a_model, of_a_plan, settings
 from .telling import Steps, told

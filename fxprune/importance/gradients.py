@@ -16,8 +16,9 @@ from .. import tree
 from ..calibration.batches import Batches, as_input, labels_of
 from ..channels import SourceAxis
 from ..errors import InputError, ModelError, SettingError
+from ..inspecting import read_attribute, tensors_of
 from ..progress import tracking
-from ..running import bind_inputs, describe, evaluating, read_attribute, tensors_of
+from ..running import bind_inputs, describe, evaluating
 from .criterion import Context, Criterion, Importance, Measured
 from .reduction import Member
 from .slices import Slices

@@ -11,8 +11,8 @@ from torch import nn
 
 from ..channels import SourceAxis
 from ..errors import PlanError
+from ..inspecting import shape_of
 from ..relations import Relations
-from ..running import shape_of
 from ..settings import ATTENTION, BIASES
 from . import example
 from .indices import Indices, Malformed, Table

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import PlanError
-from ..running import shape_of
+from ..inspecting import shape_of
 from . import container
 from .container import Container
 from .history import Step, Value, expect, in_order, shape_after

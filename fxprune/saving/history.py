@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ..code import Borrowed
 from ..hooked import stored_names
+from ..inspecting import dotted, modules_of
 from ..kept import composed
 from ..mask import parametrizations
-from ..running import dotted, modules_of
 from . import chosen
 from .indices import Indices, Malformed, Table
 

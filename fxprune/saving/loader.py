@@ -20,10 +20,11 @@ from ..code import Borrowed, rewritten_class
 from ..errors import ModelError
 from ..fold import Folds
 from ..hooked import hooked_weights, parametrized, stored_names
+from ..inspecting import dotted, modules_of, read_attribute, shape_of, tensors_of
 from ..mask import is_masked, parametrizations, put_on
 from ..pattern_types import Pattern
 from ..rewrite import Journal, apply_with_journal
-from ..running import dotted, modules_of, on_cpu, read_attribute, shape_of, tensors_of
+from ..running import on_cpu
 from . import container
 from .chosen import Chosen, main_dtype
 from .container import Container

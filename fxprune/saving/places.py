@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..fixed import fixed_tensors
 from ..hooked import hooked_weights
+from ..inspecting import dotted, modules_of
 from ..mask import Mask, is_of_masks, parametrizations, unmasked
-from ..running import dotted, modules_of
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from torch import nn
 from .. import groups, tree
 from ..errors import InputError, PlanError, SettingError
 from ..fold import Folds
+from ..inspecting import device_of
 from ..pattern_types import Pattern
 from ..planner import Planner
 from ..planning import make_plan
 from ..pruning_plan import PruningPlan
-from ..running import device_of
 from ..settings import Settings
 from . import example as examples
 from .chosen import Chosen, main_dtype

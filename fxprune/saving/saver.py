@@ -15,9 +15,10 @@ from torch import Tensor, fx, nn
 
 from ..check import check_bare
 from ..errors import ModelError
+from ..inspecting import dotted, shape_of
 from ..mask import mask_of, masked_names
 from ..rewrite import memory_format
-from ..running import dotted, on_cpu, shape_of
+from ..running import on_cpu
 from . import container
 from .history import Step, histories, steps
 from .places import Place, computed_names, names_of, places

@@ -1,0 +1,450 @@
+"""Sizes that are wrong are replaced in the model's own source, and all else that its code does
+stays: branches, flags, modes, random numbers, effects on other objects."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import random
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxprune
+from fxprune.code import Code, Patched
+
+from .oracle import awake, check, difference, run
+
+
+def images(n=2, size=8):
+    generator = torch.Generator().manual_seed(n)
+    return torch.randn(n, 3, size, size, dtype=torch.float64, generator=generator)
+
+
+class Base(nn.Module):
+    """Its head reads 9 places of 16 channels, by a literal."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(144, 4)
+        self.config = types.SimpleNamespace(twice=False)
+
+    def features(self, x):
+        return F.adaptive_avg_pool2d(F.softplus(self.a(x)), 3)
+
+    def more(self, h):
+        return h
+
+    def forward(self, x):
+        h = self.more(self.features(x))
+        return self.head(h.view(-1, 144))
+
+
+def pruned(model, x=None, **settings):
+    x = images() if x is None else x
+    plan, small = check(model, x, **settings)
+    assert isinstance(plan.code[""], Patched), plan.code
+    return plan, plan.mask(model), small
+
+
+def test_only_the_number_is_another():
+    plan, masked, small = pruned(Base())
+    assert small.a.out_channels == 8
+    assert plan.code[""].source.strip() == (
+        "def forward(self, x):\n    h = self.more(self.features(x))\n"
+        "    return self.head(h.view(-1, 72))"
+    )
+    for n in (1, 5):
+        assert difference(run(masked, images(n, 11)), run(small, images(n, 11))) < 1e-9
+
+
+FLAG = {"twice": False}
+SEEN = []
+
+
+class ByConfiguration(Base):
+    def more(self, h):
+        return h * 2 if self.config.twice else h
+
+
+class ByClass(Base):
+    twice = False
+
+    def more(self, h):
+        return h * 2 if self.twice else h
+
+
+class ByGlobal(Base):
+    def more(self, h):
+        return h * 2 if FLAG["twice"] else h
+
+
+class ByEnvironment(Base):
+    def more(self, h):
+        return h * 2 if os.environ.get("FXPRUNE_TEST_TWICE") else h
+
+
+@pytest.mark.parametrize("kind", [ByConfiguration, ByClass, ByGlobal, ByEnvironment])
+def test_what_the_code_goes_by_is_asked_as_it_runs(kind, monkeypatch):
+    _, masked, small = pruned(kind())
+    before = run(small, images())
+    for model in (masked, small):
+        model.config.twice = model.twice = True
+    monkeypatch.setitem(FLAG, "twice", True)
+    monkeypatch.setenv("FXPRUNE_TEST_TWICE", "1")
+    assert difference(run(masked, images()), run(small, images())) < 1e-9
+    assert difference(run(small, images()), before) > 0.1
+
+
+def test_inputs_of_other_ranks_and_types_go_their_own_way():
+    class Any(Base):
+        def forward(self, x):
+            single = x.dim() == 3
+            x = x[None] if single else x
+            x = x.double() / 255 if x.dtype == torch.uint8 else x
+            y = self.head(self.features(x).view(-1, 144))
+            return y[0] if single else y
+
+    _, masked, small = pruned(Any())
+    for x in (images()[0], (images().abs() * 50).to(torch.uint8)):
+        assert difference(run(masked, x), run(small, x)) < 1e-9
+
+
+def test_random_numbers_of_python_are_drawn_in_training():
+    class Dropping(Base):
+        def more(self, h):
+            return h * 0 if self.training and random.random() < 0.5 else h
+
+    _, masked, small = pruned(Dropping())
+    for model in (masked.train(), small.train()):
+        random.seed(0)
+        outputs = {float(model(images()).sum()) for _ in range(20)}
+        assert len(outputs) == 2
+
+
+def test_effects_on_other_objects_go_on():
+    class Noting(Base):
+        def more(self, h):
+            SEEN.append(h.shape[1])
+            self.last = h.shape
+            return h
+
+    _, _, small = pruned(Noting())
+    SEEN.clear()
+    run(small, images())
+    assert SEEN == [8] and small.last == (2, 8, 3, 3)
+
+
+# -- sizes of every form ---------------------------------------------------------------------------
+
+
+class Positions(Base):
+    def forward(self, x):
+        b, n = x.shape[0], 144
+        h = self.features(x)
+        return self.head(h.reshape(b * 16, 9).reshape(b, n))
+
+
+class Slices(Base):
+    def forward(self, x):
+        h = self.features(x)
+        low, high = h[:, :6], h[:, 6:16, ..., :]
+        return self.head(torch.cat((low * 2, high), 1).flatten(1))
+
+
+class Parts(Base):
+    def forward(self, x):
+        sizes = [4, 12]
+        low, high = self.features(x).split(sizes, dim=1)
+        first, second = torch.chunk(high, 2, 1)
+        return self.head(torch.cat((low, second, first.sigmoid()), 1).flatten(1))
+
+
+class Lines(Base):
+    def forward(self, x):
+        return self.head(
+            self.features(x).reshape(
+                -1,
+                16 * 9,  # of all channels
+            )
+        )
+
+
+class Scale(Base):
+    def forward(self, x):
+        h = self.features(x)
+        return self.head((h / h.shape[1] ** 0.5).flatten(1))
+
+
+class Attends(Base):
+    def forward(self, x):
+        h = self.features(x).flatten(2).transpose(1, 2)
+        h = F.scaled_dot_product_attention(
+            h,
+            h,
+            h,
+        )
+        return self.head(h.transpose(1, 2).reshape(-1, 144))
+
+
+class Twice(Base):
+    def forward(self, x):
+        for step in range(2):
+            h = self.features(x + step).view(-1, 16, 9).view(-1, 144)
+        return self.head(h)
+
+
+@pytest.mark.parametrize("kind", [Positions, Slices, Parts, Lines, Scale, Attends, Twice])
+def test_sizes_are_found_however_they_are_written(kind):
+    _, masked, small = pruned(kind())
+    assert small.a.out_channels == 8
+    for n in (1, 3):
+        assert difference(run(masked, images(n)), run(small, images(n))) < 1e-9
+
+
+def test_a_module_that_runs_more_than_once_is_patched_once():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c = nn.Conv2d(8, 8, 3, padding=1)
+
+        def forward(self, x):
+            return self.c(x.view(-1, 8, 36).sigmoid().view(-1, 8, 6, 6))
+
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.block, self.b = nn.Conv2d(3, 8, 1), Block(), nn.Conv2d(8, 2, 1)
+
+        def forward(self, x):
+            return self.b(self.block(self.block(self.a(x))))
+
+    plan, small = check(Again(), images(2, 6))
+    assert isinstance(plan.code["block"], Patched) and small.a.out_channels == 4
+
+
+class Held(nn.Module):
+    """Private names, a base class's method, a variable of a closure."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def closing(factor):
+    class Own(Held):
+        def __init__(self):
+            super().__init__(2.0)
+            self.a, self.b = nn.Linear(3, 8), nn.Linear(8, 2)
+            self.__offset = 0.5
+
+        def forward(self, x):
+            h = super().forward(self.a(x)) * factor + self.__offset
+            return self.b(h.sigmoid().view(-1, 2, 4).flatten(1))
+
+    return Own()
+
+
+def test_private_names_bases_and_closures_are_those_of_the_class():
+    x = images()[:, :, 0, 0].contiguous()
+    plan, small = check(closing(3.0), x)
+    assert isinstance(plan.code[""], Patched) and small.a.out_features == 4
+    with torch.no_grad():
+        assert torch.allclose(closing(1.0).double()(x), closing(1.0).double()(x)) is False
+    small.scale = 1.0
+    masked = plan.mask(plan._trace.model)
+    masked.scale = 1.0
+    assert difference(run(masked, x), run(small, x)) < 1e-9
+
+
+# -- what the example did not come by --------------------------------------------------------------
+
+
+class Branches(Base):
+    wide = False
+
+    def forward(self, x):
+        h = self.features(x)
+        if self.wide:
+            return self.head(h.reshape(-1, 144)) * 2
+        return self.head(h.view(-1, 144))
+
+
+def test_a_size_in_a_branch_that_was_not_taken_is_an_error_when_it_is():
+    _, _, small = pruned(Branches())
+    small.wide = True
+    with pytest.raises(fxprune.PruningError, match="left this part of its code out"):
+        small(images())
+
+
+def test_a_size_in_a_branch_of_training_mode_is_no_affair_of_the_source():
+    class InTraining(Base):
+        def forward(self, x):
+            h = self.features(x)
+            if self.training:
+                return self.head(h.reshape(-1, 144)) * 2
+            return self.head(h.view(-1, 144))
+
+    plan, small = check(InTraining(), images(), shrinks=False)
+    assert not isinstance(plan.code.get(""), Patched)
+    assert small.train()(images()).shape == (2, 4)
+
+
+def test_a_variable_that_holds_another_size_is_an_error():
+    class Variable(Base):
+        n = "small"
+
+        def forward(self, x):
+            width = {"small": 144, "large": 288}[self.n]
+            return self.head(self.features(x).view(-1, width))
+
+    _, _, small = pruned(Variable())
+    small.n = "large"
+    with pytest.raises(fxprune.PruningError, match="144, which is 72 now; it is 288 here"):
+        small(images())
+
+
+def helped(h, n):
+    return h.view(-1, n)
+
+
+def kept(method):
+    def wrapped(self, x):
+        return method(self, x)
+
+    return wrapped
+
+
+class InAFunction(Base):
+    def forward(self, x):
+        return self.head(helped(self.features(x), 144))
+
+
+class Decorated(Base):
+    @kept
+    def forward(self, x):
+        return self.head(self.features(x).view(-1, 144))
+
+
+class InALambda(Base):
+    forward = lambda self, x: self.head(self.features(x).view(-1, 144))  # noqa: E731
+
+
+class TwoSizes(nn.Module):
+    """The same place in the code is right for one width at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(3, 8), nn.Linear(3, 12), nn.Linear(20, 2)
+
+    def forward(self, x):
+        both = [h.view(-1, w) for h, w in ((self.a(x), 8), (self.b(x), 12))]
+        return self.out(torch.cat(both, 1).sigmoid())
+
+
+@pytest.mark.parametrize("kind", [InAFunction, Decorated, InALambda, TwoSizes])
+def test_where_the_source_does_not_tell_the_graph_does(kind):
+    x = images()[:, :, 0, 0].contiguous() if kind is TwoSizes else images()
+    plan, small = check(kind(), x)
+    assert isinstance(plan.code[""], Code)
+    assert small.a.weight.shape[0] == plan._trace.model.a.weight.shape[0] // 2
+
+
+def test_a_file_that_was_edited_since_is_not_read(tmp_path, monkeypatch):
+    file = tmp_path / "edited.py"
+    text = (
+        "from torch import nn\n\nclass Net(nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.a, self.b = nn.Linear(3, 8), nn.Linear(8, 2)\n"
+        "    def forward(self, x):\n        return self.b(self.a(x).sigmoid().view(-1, 8))\n"
+    )
+    file.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    import edited
+
+    net = edited.Net()
+    file.write_text(text.replace("sigmoid", "tanh"))
+    plan = fxprune.plan(awake(net), images()[:, :, 0, 0])
+    assert isinstance(plan.code[""], Code) and "sigmoid" in plan.code[""].source
+
+
+# -- the result ------------------------------------------------------------------------------------
+
+
+def test_it_is_copied_saved_and_pruned_again(tmp_path):
+    model = awake(Base())
+    small = fxprune.prune(model, images())
+    file = io.BytesIO()
+    torch.save(small, file)
+    file.seek(0)
+    fxprune.save(small, tmp_path / "small.safetensors")
+    for each in (
+        copy.deepcopy(small), pickle.loads(pickle.dumps(small)),
+        torch.load(file, weights_only=False),
+        fxprune.load(awake(Base()), tmp_path / "small.safetensors", example_input=images()),
+    ):  # fmt: skip
+        assert type(each).__name__ == "Base" and isinstance(each, Base)
+        assert difference(run(each, images(3)), run(small, images(3))) == 0
+    again = fxprune.prune(small, images())
+    assert again.a.out_channels == 4 and type(again).__mro__[1] is Base
+    assert (
+        difference(run(again, images()), run(fxprune.plan(small, images()).mask(small), images()))
+        < 1e-9
+    )
+
+
+class Two(Base):
+    def __init__(self):
+        super().__init__()
+        self.mid, self.out = nn.Linear(144, 12), nn.Linear(12, 4)
+
+    def middle(self, h):
+        return self.mid(h.view(-1, 144)).sigmoid()
+
+    def forward(self, x):
+        return self.out(self.middle(self.features(x)).view(-1, 3, 4).flatten(1))
+
+
+def test_patches_of_two_methods_add_up_over_two_prunings():
+    first = fxprune.prune(awake(Two()), images(), ignore=["mid"])
+    plan = fxprune.plan(first, images(), ignore=["a"])
+    second = plan.apply(first)
+    assert [name for name, _ in plan.code[""].methods] == ["forward", "middle"]
+    assert second.a.out_channels == 8 and second.mid.out_features < 12
+    assert difference(run(plan.mask(first), images()), run(second, images())) < 1e-9
+
+
+class Checks(Base):
+    def forward(self, x):
+        if x.shape[-1] < 3 or x.shape[1] != 3:
+            raise ValueError(x.shape)
+        return self.head(self.features(x).view(-1, 144))
+
+
+def test_it_is_exported_with_sizes_that_vary_and_scripted():
+    small = fxprune.prune(awake(Checks()), images())
+    size = torch.export.Dim("size", min=4, max=64)
+    shapes = ({0: torch.export.Dim("n"), 2: size, 3: size},)
+    program = torch.export.export(small, (images(2),), dynamic_shapes=shapes).module()
+    assert difference(run(program, images(3, 12)), run(small, images(3, 12))) < 1e-9
+    with pytest.raises(ValueError, match="3"):
+        small(images(2, 2))
+
+
+def test_errors_name_the_line_of_the_patched_source():
+    small = fxprune.prune(awake(Base()), images())
+    import traceback
+
+    try:
+        small.head.in_features, small.head.weight.data = 9, small.head.weight.data[:, :9]
+        small(images())
+    except RuntimeError as error:
+        text = "".join(traceback.format_exception(error))
+    assert "return self.head(h.view(-1, 72))" in text
