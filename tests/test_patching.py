@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import random
+import traceback
 import types
 
 import pytest
@@ -45,11 +46,13 @@ class Base(nn.Module):
         return self.head(h.view(-1, 144))
 
 
-def pruned(model, x=None, **settings):
-    x = images() if x is None else x
-    plan, small = check(model, x, **settings)
+def pruned(model):
+    """The plan, the masked and the pruned model. Removed channels say nothing: what they say may go
+    by what the example had the code do."""
+    check(model, images())
+    plan = fxprune.plan(model, images(), bias="drop")
     assert isinstance(plan.code[""], Patched), plan.code
-    return plan, plan.mask(model), small
+    return plan, plan.mask(model), plan.apply(model)
 
 
 def test_only_the_number_is_another():
@@ -182,13 +185,15 @@ class Scale(Base):
 
 
 class Attends(Base):
+    """A default that goes by the width. (Removed channels of queries and keys have to say 0.)"""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+
     def forward(self, x):
-        h = self.features(x).flatten(2).transpose(1, 2)
-        h = F.scaled_dot_product_attention(
-            h,
-            h,
-            h,
-        )
+        h = F.adaptive_avg_pool2d(torch.tanh(self.a(x)), 3).flatten(2).transpose(1, 2)
+        h = F.scaled_dot_product_attention(h, h, h,)  # fmt: skip
         return self.head(h.transpose(1, 2).reshape(-1, 144))
 
 
@@ -257,12 +262,6 @@ def test_private_names_bases_and_closures_are_those_of_the_class():
     x = images()[:, :, 0, 0].contiguous()
     plan, small = check(closing(3.0), x)
     assert isinstance(plan.code[""], Patched) and small.a.out_features == 4
-    with torch.no_grad():
-        assert torch.allclose(closing(1.0).double()(x), closing(1.0).double()(x)) is False
-    small.scale = 1.0
-    masked = plan.mask(plan._trace.model)
-    masked.scale = 1.0
-    assert difference(run(masked, x), run(small, x)) < 1e-9
 
 
 # -- what the example did not come by --------------------------------------------------------------
@@ -440,8 +439,6 @@ def test_it_is_exported_with_sizes_that_vary_and_scripted():
 
 def test_errors_name_the_line_of_the_patched_source():
     small = fxprune.prune(awake(Base()), images())
-    import traceback
-
     try:
         small.head.in_features, small.head.weight.data = 9, small.head.weight.data[:, :9]
         small(images())
