@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from .errors import ModelError
 from .holding import OWN, content, inside
-from .inspecting import modules_of
-from .near import global_names, methods_of_forward
+from .inspecting import dotted, modules_of
+from .near import global_names, methods_of_forward, package_of
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -45,18 +45,40 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     try:
         copied = copy.deepcopy(model, memo := memo | made)
         holders.fill(memo)
+        _check(model, copied, memo)
         for module, key, value in weak:
             vars(memo[id(module)])[key] = weakref.ref(memo[id(value)])
         for module in modules_of(copied).values() if made else ():
             for name, value in vars(module).items():
                 if isinstance(value, types.MethodType) and id(value.__func__) in made:
                     vars(module)[name] = types.MethodType(made[id(value.__func__)], value.__self__)
+    except ModelError:
+        raise
     except Exception as error:  # whatever the model's own code raises
         raise ModelError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); "
             "pass inplace=True to change the model itself, or verify=False with it"
         ) from error
     return copied
+
+
+def _check(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
+    """Raise where a ``__deepcopy__`` of the model's own makes no copy of what it is given."""
+    theirs = modules_of(copied)
+    for path, module in modules_of(model).items():
+        if package_of(getattr(type(module), "__deepcopy__", nn.Module)) in ("torch", "fxprune"):
+            continue
+        for name, part in modules_of(module).items():
+            other = theirs.get(dotted(path, name))
+            for key, t in {**part._parameters, **part._buffers}.items() if other else ():
+                made = {**other._parameters, **other._buffers}.get(key)  # type: ignore[union-attr]
+                if other is part or (t is not None and memo.get(id(t)) is not made):
+                    raise ModelError(
+                        f"{path or 'the model'} cannot be copied: the __deepcopy__ of "
+                        f"{type(module).__name__} gives back something else than a copy, whose "
+                        "tensors are not copies of these. Pass inplace=True to change the model "
+                        "itself, and verify=False with it"
+                    )
 
 
 class _Holders:

@@ -94,10 +94,7 @@ class WrongSize(AtNode):
         position, name = self.place
         node: Any = self.node  # fx types an argument as one of a dozen things
         given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
-        several = isinstance(given, (tuple, list)) and isinstance(self.needed, (tuple, list))
-        computed = self.computed if several else [self.computed]
-        pairs = zip(given, self.needed, strict=False) if several else [(given, self.needed)]
-        for (argument, needed), now in zip(pairs, computed, strict=False):
+        for argument, needed, now in _numbers_of(given, self.needed, self.computed):
             if not isinstance(argument, fx.Node) or not isinstance(needed, int):
                 continue
             if argument.target is operator.floordiv and isinstance(now, int):
@@ -108,6 +105,18 @@ class WrongSize(AtNode):
             if argument.op == "get_attr":
                 known = argument.meta["spec"]
                 yield str(argument.target), index, known if index is None else known[index], needed
+
+
+def _numbers_of(given: Any, needed: Any, computed: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """The single numbers of a size argument: as recorded, as needed, as computed now."""
+    if isinstance(given, slice) and isinstance(needed, slice) and isinstance(computed, slice):
+        for part in ("start", "stop", "step"):
+            yield tuple(getattr(each, part) for each in (given, needed, computed))  # type: ignore[misc]
+    elif all(isinstance(each, (tuple, list)) for each in (given, needed, computed)):
+        for parts in zip(given, needed, computed, strict=False):
+            yield from _numbers_of(*parts)
+    else:
+        yield given, needed, computed
 
 
 def _dividend(quotient: fx.Node, now: int, needed: int) -> tuple[Any, int]:

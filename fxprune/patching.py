@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .code import RESIZED, UNTAKEN, Patched, compiled
+from .code import RESIZED, UNTAKEN, Patched, compiled, inside
 from .faults import Fault, WrongSize, same_sizes
 from .flags import may_read_mode
 from .near import methods_of_forward
@@ -68,7 +68,7 @@ def patch(
         name = _name_of(type(module), code)
         method = methods.setdefault(name, _Method(type(module), name))
         for fault in _of_first(found):
-            method.replace(at, fault, replay)
+            method.replace((code, at), fault, replay)
     _guard_untaken(trace, path, methods, trained)
     texts |= {name: method.text() for name, method in methods.items()}
     return Patched(tuple(sorted(texts.items())))
@@ -107,7 +107,7 @@ def _name_of(cls: type, code: CodeType) -> str:
     """Of the method that has this code."""
     for base in cls.__mro__:
         for name, value in vars(base).items():
-            if isinstance(value, FunctionType) and value.__code__ is code:
+            if isinstance(value, FunctionType) and any(c is code for c in inside(value.__code__)):
                 if inspect.getattr_static(cls, name) is value:
                     return name
                 raise CannotPatch  # a base's, which another method calls by super()
@@ -122,15 +122,16 @@ def _guard_untaken(
     """
     cls: Any = type(trace.modules[path])
     made = _made(trace, path)
-    in_training: dict[CodeType, set[int]] = {}
+    in_training: set[tuple[int, int]] = set()
     for function in methods_of_forward(cls):
-        name, code = function.__name__, function.__code__
+        name = function.__name__
         method = methods.get(name) or _Method(cls, name, function)
-        untaken = [n for n in method.sized() if n not in method.nodes_at(made.get(code, ()))]
+        taken = method.nodes_at(made)
+        untaken = [node for node in method.sized() if node not in taken]
         if untaken and may_read_mode(trace.modules[path]) and not in_training:
             other = trained()
-            in_training = {} if other is None else _made(other, path)
-        there = method.nodes_at(in_training.get(code, ()))
+            in_training = set() if other is None else _made(other, path)
+        there = method.nodes_at(in_training)
         if any(node in there for node in untaken):
             raise CannotPatch
         for node in untaken:
@@ -138,15 +139,11 @@ def _guard_untaken(
             methods[name] = method
 
 
-def _made(trace: Trace, path: str) -> dict[CodeType, set[int]]:
-    """The calls that the code of a module makes, by their instructions."""
+def _made(trace: Trace, path: str) -> set[tuple[int, int]]:
+    """The calls that the code of a module makes: which code, and which of its instructions."""
     module = trace.modules[path]
-    made: dict[CodeType, set[int]] = {}
-    for node in trace.graph.nodes:
-        if node.meta.get("site") is not None and trace.module_of(node) is module:
-            code, at = node.meta["site"]
-            made.setdefault(code, set()).add(at)
-    return made
+    sites = [n.meta.get("site") for n in trace.graph.nodes if trace.module_of(n) is module]
+    return {(id(code), at) for code, at in filter(None, sites)}
 
 
 class _Method:
@@ -170,8 +167,9 @@ class _Method:
             raise CannotPatch
         if not _same_code(again.__code__, code):  # the file is another now
             raise CannotPatch
-        positions: Any = again.__code__  # of Python 3.11 and later
-        self._positions = list(positions.co_positions())
+        # Of its own code and of what is inside: comprehensions, lambdas.
+        pairs: Any = zip(inside(code), inside(again.__code__), strict=True)
+        self._positions = {id(mine): list(new.co_positions()) for mine, new in pairs}
         self._nodes = {
             place: node for node in ast.walk(definition) if isinstance(node, ast.expr)
             for place in _places(node)
@@ -180,12 +178,13 @@ class _Method:
         self._edits: dict[tuple[int, int], str] = {}
         self._shapes = _names_of_shapes(definition)
 
-    def nodes_at(self, instructions: Iterable[int]) -> list[ast.expr]:
-        return [node for i in instructions if (node := self.at(i)) is not None]
+    def nodes_at(self, sites: Iterable[tuple[int, int]]) -> list[ast.expr]:
+        mine = [self._at(*site) for site in sites if site[0] in self._positions]
+        return [node for node in mine if node is not None]
 
-    def at(self, instruction: int) -> ast.expr | None:
+    def _at(self, code: int, instruction: int) -> ast.expr | None:
         """The expression of an instruction."""
-        return self._nodes.get(self._positions[instruction // 2])  # type: ignore[arg-type]
+        return self._nodes.get(self._positions[code][instruction // 2])
 
     def sized(self) -> list[ast.expr]:
         """Calls that take sizes, as far as their names tell, where numbers are written or held."""
@@ -209,8 +208,8 @@ class _Method:
                 given = [*node.args, *(k.value for k in node.keywords)]
         return [e for e in given if e is not None and _may_hold_a_size(e, self._shapes)]
 
-    def replace(self, instruction: int, fault: WrongSize, replay: Replay) -> None:
-        node, (position, name) = self.at(instruction), fault.place
+    def replace(self, site: Site, fault: WrongSize, replay: Replay) -> None:
+        node, (position, name) = self._at(id(site[0]), site[1]), fault.place
         recorded = fault.node
         if isinstance(node, ast.Call):
             self._check_call(node, recorded)

@@ -28,6 +28,7 @@ from .sayings import Telling
 from .settings import Settings, check_names, checked, for_model
 from .tracing import record, record_training
 from .trained import InTrainingAlone
+from .unreached import beside_unreached
 
 
 @on_cpu()
@@ -173,11 +174,12 @@ def make_plan(
         found = fusions.find(trace)  # before the first walk: they give nodes another meaning
         drawn = settings.bias == "expected" and trace.calls_any("norm")
         telling = Telling(settings.bias == "drop", masked, drawn)
+        alone = InTrainingAlone(trace, trained, attention=settings.attention)
         relations = discover(
             trace,
             attention=settings.attention,
             telling=telling if heard else None,
-            stays=InTrainingAlone(trace, trained, attention=settings.attention),
+            stays=lambda found: [*alone(found), *beside_unreached(trace, found)],
         )
         chooser = planner(trace, relations, settings, example_input, trained, found, telling)
         if settings.importance == "reconstruction" and batches is not None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 
-@dataclass
+@dataclass(frozen=True)
 class ChannelGroup:
     """Axes of parameters that shrink together.
 

@@ -114,7 +114,7 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
         # Some models count calls or keep caches in their buffers, even in eval mode.
         held += [b for b in m._buffers.values() if b is not None]
     buffers = [
-        (b, b.data, b.detach().clone(), None if b.is_inference() else b._version)
+        (b, b.data, b.detach().clone(), None if b.is_inference() else b._version, b.requires_grad)
         for b in {id(t): t for t in held}.values()
     ]
     parameters = [p for m in modules for p in m._parameters.values() if p is not None]
@@ -143,7 +143,7 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
                 if parameter.data_ptr() != memory.data_ptr() or parameter.shape != memory.shape:
                     parameter.data = memory
             with torch.no_grad():
-                for buffer, memory, values, version in buffers:
+                for buffer, memory, values, version, grad in buffers:
                     if buffer.layout != torch.strided:
                         same = version is not None and buffer._version == version
                     else:  # no version tells of writes through ``.data``, or of norms that train
@@ -152,6 +152,8 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
                         same = _alike(buffer, values)
                     if not same:
                         buffer.copy_(values)
+                    if buffer.requires_grad != grad:
+                        buffer.requires_grad_(grad)
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ def checked(given: Settings) -> Settings:
                 f"sparsity={value!r} is not a fraction in [0, 1): it is the share of units that go"
             )
     importance.resolve(given.importance)
-    if given.round_to != "auto" and not (_is(int, given.round_to) and given.round_to > 0):
+    if given.round_to != "auto" and not (_is(Integral, given.round_to) and given.round_to > 0):
         raise SettingError(f"round_to={given.round_to!r} is not a positive integer, nor 'auto'")
     if given.bias is None:  # a carrier emits what a masked channel does
         given = replace(given, bias="propagate" if given.exact is True else "expected")

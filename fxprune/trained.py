@@ -51,7 +51,8 @@ class InTrainingAlone:
         left = _unused(trace) if any(map(may_read_mode, modules)) else set()
         returns = any(map(_goes_by_mode, _returning(trace)))
         training = self.trained() if left or returns else None
-        own = left & set(uses_of(training)) if training is not None else set()
+        # Some are used in neither mode: what they meet goes nowhere.
+        own = set() if training is None else left & set(uses_of(training)) - _unused(training)
         if training is None or not (own or returns):
             return set(), None
         return own, discover(training, attention=self.attention)

@@ -57,7 +57,7 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border, moves=True
         w_in = call.tensor(weight, {"in": (i - 1,)}, flat)
         w_out = call.tensor(weight, {"out": (o - 1,)}, flat)
         a.consume(call, x, w_in, [(channel, i - 1)], border)
-        y = remap(w_out, {o - 1: channel}, shape)
+        y = made_by(remap(w_out, {o - 1: channel}, shape))
     else:
         parts = a.view(call, x, (*x.shape[:channel], groups, reads, *x.shape[channel + 1 :]))
         w_out = call.tensor(weight, {"out": tuple(sorted((0, o)))}, view)
@@ -84,6 +84,11 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border, moves=True
         y = a.view(call, made, (groups * makes,))
         y = remap(y, {0: channel}, shape)
     return add_bias(a, call, y, bias, channel)
+
+
+def made_by(filters):
+    """A result by its channels: what one filter of one number is, it is not."""
+    return Channels(filters.shape, filters.axes)
 
 
 def zero_by_one(said):

@@ -15,7 +15,7 @@ from fxprune.registry import register
 
 def per_dim(x, index):
     """(place in the index or None, dimension of x or None, item) for each item and dimension."""
-    index = index if isinstance(index, tuple) else (index,)
+    index = as_tuple(index)
     used = sum(1 for item in index if item is not None and item is not Ellipsis)
     result: list = []
     dim = 0
@@ -59,7 +59,7 @@ def place_of(at, keep):
 def new_index(call, new):
     """Slices and positions along channels, by the channels that are left."""
     x, index = call.channels(), call.arg(1, "index")
-    items = list(index) if isinstance(index, tuple) else [index]
+    items = list(as_tuple(index))
     changed = False
     for place, dim, item in per_dim(x, call.recorded(1, "index")):
         if dim is None or is_full(item):
@@ -89,7 +89,8 @@ def new_index(call, new):
         changed, items[place] = True, item
     if not changed:
         return {}
-    return {(1, "index"): tuple(items) if isinstance(index, tuple) else items[0]}
+    alone = not isinstance(index, tuple) and as_tuple(index)[0] is index
+    return {(1, "index"): items[0] if alone else tuple(items)}
 
 
 def stepped(positions):
@@ -111,7 +112,9 @@ def is_mask(node):
 
 
 def as_tuple(index):
-    return index if isinstance(index, tuple) else (index,)
+    """An index by dimensions; in a list of slices PyTorch sees one, too."""
+    several = isinstance(index, list) and any(isinstance(i, (slice, type(None))) for i in index)
+    return tuple(index) if several or isinstance(index, tuple) else (index,)
 
 
 def masked_dims(call):

@@ -99,6 +99,31 @@ def einsum(a, call):
     return remap(x, {i: right.index(c) for i, c in enumerate(term)}, call.shape)
 
 
+@register("tensordot")
+def tensordot(a, call):
+    """y[i, j] = Σₖ x[i, k] w[k, j], over as many dimensions as ``dims`` says, or those it names."""
+    dims, ranks = call.arg(2, "dims", 2), [len(v.shape) for v in map(shaped, call.inputs)]
+    if isinstance(dims, int):
+        dims = list(range(-dims, 0)), list(range(dims))
+    if not (isinstance(dims, (tuple, list)) and all(isinstance(d, (tuple, list)) for d in dims)):
+        return a.unknown(call)
+    left = list(ascii_letters[: ranks[0]])
+    right = list(ascii_letters[ranks[0] : sum(ranks)])
+    for i, j in zip(*dims, strict=True):
+        right[j] = left[i]
+    out = [c for c in left if c not in right] + [c for c in right if c not in left]
+    terms = "".join(left), "".join(right)
+    parts = [
+        (roles(call, value, term, terms, "".join(out)), term)
+        for value, term in zip(call.inputs, terms, strict=True)
+    ]
+    return times(a, call, parts[0], parts[1], "".join(out))
+
+
+def shaped(value):
+    return value if isinstance(value, Channels) else value.spec
+
+
 def spell(equation, ranks):
     """(letters of each operand, letters of the result), or None where that is not told so."""
     if not isinstance(equation, str):

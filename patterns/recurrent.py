@@ -61,7 +61,9 @@ def recurrent(a, call):
     batch = state_spec.shape[1:-1]
     states = [remap(s, {0: 0, 1: 1 + len(batch)}, (s.shape[0], *batch, s.shape[1])) for s in states]
     given = call.arg(1, "hx")
-    for state, s in zip(given if isinstance(given, tuple) else [given], states, strict=False):
+    for state, s in zip(
+        given if isinstance(given, (tuple, list)) else [given], states, strict=False
+    ):
         if state is not None:
             state = a.channels(state)
             a.meet(call, [s, state], None, s.shape)
@@ -82,7 +84,7 @@ def cell(a, call):
     wide = remap(units, {0: last}, (*x.shape[:last], units.shape[0]))
     lstm = isinstance(call.module, nn.LSTMCell)
     given = call.arg(1, "hx")
-    for state in given if isinstance(given, tuple) else [given]:
+    for state in given if isinstance(given, (tuple, list)) else [given]:
         if state is not None:
             state = a.channels(state)
             a.meet(call, [wide, state], None, wide.shape)

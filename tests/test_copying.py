@@ -16,6 +16,7 @@ import fxprune
 from fxprune.copying import copy_model
 
 from .oracle import awake, check
+from .snapshot import Snapshot
 
 
 class Keeps(nn.Module):
@@ -242,3 +243,34 @@ def test_an_attribute_is_no_global_of_the_same_name(monkeypatch):
     model = awake(Wrapped())
     monkeypatch.setitem(globals(), "GLOBAL_NET", model.GLOBAL_NET)
     check(model, torch.randn(2, 6, dtype=torch.float64))
+
+
+class Shared(nn.Module):
+    """A part that is no copy in copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(6, 8)
+
+    def forward(self, x):
+        return self.l(x).sigmoid()
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+class Rebuilt(Shared):
+    def __deepcopy__(self, memo):
+        return type(self)()
+
+
+@pytest.mark.parametrize("kind", [Shared, Rebuilt])
+def test_parts_whose_copy_is_none_are_an_error_and_the_model_stays(kind):
+    net = awake(nn.Sequential(kind(), nn.Linear(8, 3)))
+    before = Snapshot(net)
+    plan = fxprune.plan(net, X)
+    for call in (lambda: fxprune.prune(net, X), lambda: plan.mask(net), lambda: plan.apply(net)):
+        with pytest.raises(fxprune.ModelError, match=f"__deepcopy__ of {kind.__name__} gives back"):
+            call()
+    assert {*before.differences()} <= {"rng"}  # what is built anew is drawn anew
+    assert fxprune.prune(net, X, inplace=True, verify=False)[1].in_features == 4

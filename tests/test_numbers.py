@@ -186,6 +186,7 @@ class TakesAnything(nn.Module):
         return self.b(y * flags.get("gate", scale))
 
 
+@pytest.mark.usefixtures("from_the_graph")
 def test_new_code_takes_any_number_of_arguments():
     x, gate = (torch.randn(2, n, dtype=torch.float64) for n in (6, 1))
     model = awake(TakesAnything())

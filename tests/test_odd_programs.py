@@ -3,6 +3,7 @@ the oracles."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -23,6 +24,10 @@ def rows(n=4, width=5):
     return torch.randn(
         n, width, dtype=torch.float64, generator=torch.Generator().manual_seed(width)
     )
+
+
+def drawn(*shape):
+    return rows(1, math.prod(shape)).view(shape)
 
 
 def steps(width=8):
@@ -658,3 +663,56 @@ def test_copies_have_the_channels_of_what_they_copy(copied):
     )
     plan, small = check(net, rows())
     assert small.a.out_features == 4
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d])
+def test_a_gate_of_one_channel_is_not_the_number_in_its_filter(kind):
+    gate = nn.Sequential(nn.Conv1d(16, 1, 1), nn.GELU(), kind(1, 1, 1), nn.Sigmoid())
+    net = Net(lambda s, x: s.b(s.gate(h := s.a(x)) * h), a=nn.Conv1d(3, 16, 1), gate=gate,
+              b=nn.Conv1d(16, 2, 1))  # fmt: skip
+    check(net, drawn(2, 3, 5))
+
+
+def test_states_in_a_list_are_those_in_a_tuple():
+    def forward(s, x):
+        h = torch.zeros(1, x.shape[0], 8, dtype=x.dtype)
+        return s.b(s.lstm(x, [h, h])[0])
+
+    plan, small = check(
+        Net(forward, lstm=nn.LSTM(3, 8, batch_first=True), b=nn.Linear(8, 2)), drawn(2, 5, 3)
+    )
+    assert small.lstm.hidden_size == 4
+
+
+@pytest.mark.filterwarnings("ignore:.*non-tuple sequence.*")
+def test_a_list_of_slices_is_an_index_by_dimensions():
+    net = Net(lambda s, x: s.b(s.a(x).sigmoid()[[slice(None), slice(1, 4)]]), a=nn.Linear(3, 8),
+              b=nn.Linear(8, 2))  # fmt: skip
+    plan, small = check(net, drawn(2, 5, 3))
+    assert small.a.out_features == 4
+
+
+@pytest.mark.parametrize("dims", [1, ([2], [0]), ([-1], [-2])])
+def test_tensordot_reads_and_makes_as_a_matrix_does(dims):
+    net = Net(lambda s, x: s.b(torch.tensordot(s.a(x).sigmoid(), s.w, dims=dims).sigmoid()),
+              a=nn.Linear(3, 8), b=nn.Linear(12, 2))  # fmt: skip
+    net.w = nn.Parameter(torch.randn(8, 12))
+    plan, small = check(net, drawn(2, 5, 3))
+    assert small.w.shape == (4, 6)
+
+
+def test_looking_at_training_mode_leaves_flags_of_buffers_alone():
+    class Marks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 8), nn.Linear(8, 2)
+            self.register_buffer("zero", torch.zeros(()))
+
+        def forward(self, x):
+            if self.training:
+                self.zero.requires_grad_()
+            return self.b(self.a(x).view(-1, 8).sigmoid()) + self.zero
+
+    net = Marks().eval()
+    fxprune.prune(net, torch.ones(2, 3))
+    assert not net.zero.requires_grad

@@ -445,3 +445,17 @@ def test_errors_name_the_line_of_the_patched_source():
     except RuntimeError as error:
         text = "".join(traceback.format_exception(error))
     assert "return self.head(h.view(-1, 72))" in text
+
+
+class Nested(Base):
+    def forward(self, x):
+        low, high = (F.softplus(h.reshape(-1, 144)) for h in (self.features(x), -self.features(x)))
+        again = [h.view(-1, 16, 9) for h in (low, high)]
+        flat = lambda h: h.view(-1, 144)  # noqa: E731
+        return self.head(flat(again[0]) + flat(again[1]))
+
+
+def test_sizes_in_comprehensions_and_functions_inside_are_found():
+    _, masked, small = pruned(Nested())
+    for n in (1, 3):
+        assert difference(run(masked, images(n)), run(small, images(n))) < 1e-9

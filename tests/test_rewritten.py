@@ -113,9 +113,23 @@ class Config(Base):
         return y.reshape(-1, self.config.width, 6, 6)
 
 
+class Sliced(Base):
+    def __init__(self):
+        super().__init__()
+        self.some = 4
+
+    def middle(self, y):
+        return torch.cat([y[:, : self.some] * 2, y[:, self.some :]], 1)
+
+
 CODE = [ViewLiteral, SplitLiteral, SliceLiteral, Written, ExpandLiteral, ZerosLiteral, Scaled,
         Asserted, Keywords]  # fmt: skip
-ATTRIBUTES = {Attribute: {"width": 4}, Item: {"sizes": (4, 6, 6)}, Config: {"config.width": 4}}
+ATTRIBUTES = {
+    Attribute: {"width": 4},
+    Item: {"sizes": (4, 6, 6)},
+    Config: {"config.width": 4},
+    Sliced: {"some": 2},
+}
 
 
 @pytest.fixture(params=["source", "graph"])

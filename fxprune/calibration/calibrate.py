@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from .. import masking
 from ..constants import Constants
-from ..errors import SettingError
+from ..errors import SettingError, warn
 from ..fold import Mix, mixed, placed, sink_of
 from ..inspecting import read_attribute
 from ..mask import bake
@@ -94,7 +94,10 @@ class Calibration:
         fit = sums.fit(intercept=intercept)
         if fit is None:
             why = "there are no samples of what it reads" if sums.finite else "it reads inf or NaN"
-            self.notes.append((read.call.name, f"not calibrated, for {why}: constants are folded"))
+            note = f"not calibrated, for {why}: constants are folded"
+            self.notes.append((read.call.name, note))
+            if not sums.finite:
+                warn(f"{read.call.name} is {note}; look for NaN in the inputs of calibration=")
             return None
         return Mix(
             read, reader.order, sums.index, fit.matrix, fit.offset, target if intercept else None,
