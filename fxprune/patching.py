@@ -9,6 +9,7 @@ is wrong than a size, :mod:`fxprune.forwards` writes the module's forward from t
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import linecache
 import operator
@@ -66,6 +67,8 @@ def patch(
     for (code, at), found in wrong.items():
         _check_every_run(trace, module, (code, at), found)
         name = _name_of(type(module), code)
+        if name is None:
+            raise CannotPatch
         method = methods.setdefault(name, _Method(type(module), name))
         for fault in _of_first(found):
             method.replace((code, at), fault, replay)
@@ -94,7 +97,7 @@ def _check_every_run(trace: Trace, module: nn.Module, site: Site, found: list[Wr
             owner = trace.module_of(node)
             if owner is module:
                 nodes[node] = []
-            elif type(owner) is not type(module):  # the method of a part, called from elsewhere
+            elif _name_of(type(owner), site[0]) is None:  # a part's method, called from elsewhere
                 raise CannotPatch
     for fault in found:
         nodes[fault.node].append((fault.place, fault.needed, fault.instead))
@@ -103,15 +106,14 @@ def _check_every_run(trace: Trace, module: nn.Module, site: Site, found: list[Wr
         raise CannotPatch
 
 
-def _name_of(cls: type, code: CodeType) -> str:
-    """Of the method that has this code."""
+def _name_of(cls: type, code: CodeType) -> str | None:
+    """Of the method of a class that has this code. None where it is none, or a base's that another
+    method calls by ``super()``."""
     for base in cls.__mro__:
         for name, value in vars(base).items():
             if isinstance(value, FunctionType) and any(c is code for c in inside(value.__code__)):
-                if inspect.getattr_static(cls, name) is value:
-                    return name
-                raise CannotPatch  # a base's, which another method calls by super()
-    raise CannotPatch
+                return name if inspect.getattr_static(cls, name) is value else None
+    return None
 
 
 def _guard_untaken(
@@ -124,8 +126,10 @@ def _guard_untaken(
     made = _made(trace, path)
     in_training: set[tuple[int, int]] = set()
     for function in methods_of_forward(cls):
-        name = function.__name__
-        method = methods.get(name) or _Method(cls, name, function)
+        name = _name_of(cls, function.__code__)
+        if name is None:
+            raise CannotPatch
+        method = methods.get(name) or _Method(cls, name)
         taken = method.nodes_at(made)
         untaken = [node for node in method.sized() if node not in taken]
         if untaken and may_read_mode(trace.modules[path]) and not in_training:
@@ -146,34 +150,37 @@ def _made(trace: Trace, path: str) -> set[tuple[int, int]]:
     return {(id(code), at) for code, at in filter(None, sites)}
 
 
+@functools.lru_cache(maxsize=512)
+def _parsed(function: FunctionType) -> tuple[str, ast.FunctionDef, dict[int, list[Any]]]:
+    """Its source, what is defined there, and the places of its instructions by code: its own and
+    that of what is inside (comprehensions, lambdas)."""
+    code = function.__code__
+    lines = linecache.getlines(code.co_filename, function.__globals__)
+    if not lines or not hasattr(code, "co_positions"):
+        raise CannotPatch
+    source = textwrap.dedent("".join(inspect.getblock(lines[code.co_firstlineno - 1 :])))
+    try:
+        definition = ast.parse(source).body[0]
+        again = compiled(source, function)
+    except SyntaxError as error:  # a lambda, say
+        raise CannotPatch from error
+    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+        raise CannotPatch
+    if not _same_code(again.__code__, code):  # the file is another now
+        raise CannotPatch
+    pairs: Any = zip(inside(code), inside(again.__code__), strict=True)
+    return source, definition, {id(mine): list(new.co_positions()) for mine, new in pairs}
+
+
 class _Method:
     """The source of a method, and what is replaced in it."""
 
-    def __init__(self, cls: type, name: str, function: Any = None) -> None:
-        self.function = function or inspect.getattr_static(cls, name)
-        code = self.function.__code__
-        lines = linecache.getlines(code.co_filename, self.function.__globals__)
-        if not lines or not hasattr(code, "co_positions"):
-            raise CannotPatch
-        block = inspect.getblock(lines[code.co_firstlineno - 1 :])
-        self.source = textwrap.dedent("".join(block))
-        try:
-            tree = ast.parse(self.source)
-            again = compiled(self.source, self.function)
-        except SyntaxError as error:  # a lambda, say
-            raise CannotPatch from error
-        definition = tree.body[0]
-        if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
-            raise CannotPatch
-        if not _same_code(again.__code__, code):  # the file is another now
-            raise CannotPatch
-        # Of its own code and of what is inside: comprehensions, lambdas.
-        pairs: Any = zip(inside(code), inside(again.__code__), strict=True)
-        self._positions = {id(mine): list(new.co_positions()) for mine, new in pairs}
+    def __init__(self, cls: type, name: str) -> None:
+        self.function = inspect.getattr_static(cls, name)
+        self.source, definition, self._positions = _parsed(self.function)
         self._nodes = {
-            place: node for node in ast.walk(definition) if isinstance(node, ast.expr)
-            for place in _places(node)
-            if isinstance(node, (ast.Call, ast.Subscript, ast.BinOp))
+            place: node for node in ast.walk(definition)
+            if isinstance(node, (ast.Call, ast.Subscript, ast.BinOp)) for place in _places(node)
         }  # fmt: skip
         self._edits: dict[tuple[int, int], str] = {}
         self._shapes = _names_of_shapes(definition)

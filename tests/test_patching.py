@@ -459,3 +459,43 @@ def test_sizes_in_comprehensions_and_functions_inside_are_found():
     _, masked, small = pruned(Nested())
     for n in (1, 3):
         assert difference(run(masked, images(n)), run(small, images(n))) < 1e-9
+
+
+class Child(Base):
+    def more(self, h):
+        return h.sigmoid()
+
+
+def test_classes_that_share_a_method_are_patched_each_by_itself():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = Base(), Child()
+
+        def forward(self, x):
+            return self.one(x) + self.other(x)
+
+    plan, small = check(Both(), images())
+    assert {path: type(code) for path, code in plan.code.items()} == {
+        "one": Patched, "other": Patched,
+    }  # fmt: skip
+    assert small.one.a.out_channels == small.other.a.out_channels == 8
+    assert isinstance(small.other, Child)
+
+
+def outside(self, x):
+    h = self.features(x)
+    if self.config.twice:
+        return self.head(h.reshape(-1, 144)) * 2
+    return self.head(h.view(-1, 144))
+
+
+def test_methods_go_by_the_name_that_the_class_gives_them():
+    class Lent(Base):
+        forward = outside
+
+    plan, _, small = pruned(Lent())
+    assert [name for name, _ in plan.code[""].methods] == ["forward"]
+    small.config.twice = True
+    with pytest.raises(fxprune.PruningError, match="left this part of its code out"):
+        small(images())
