@@ -57,7 +57,8 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     except Exception as error:  # whatever the model's own code raises
         raise ModelError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); "
-            "pass inplace=True to change the model itself, or verify=False with it"
+            "pass inplace=True to change the model itself, and verify=False with it: the proof "
+            "needs a copy, too"
         ) from error
     return copied
 

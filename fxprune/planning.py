@@ -129,6 +129,10 @@ def plan(
     if calibration is None:
         if importance == "reconstruction":
             raise SettingError("importance='reconstruction' needs inputs: pass calibration=")
+        if calibration_batches is not None:
+            raise SettingError(
+                "calibration_batches= says how many of calibration=, which is missing"
+            )
         with parametrized(model):
             return _told(make_plan(model, example_input, settings, patterns, Planner))
     batches = Batches(calibration, model, example_input, calibration_batches)

@@ -138,6 +138,11 @@ class MaskScheduler:
         self.parameters = list(parameters)
         if not self.parameters:
             raise SettingError("MaskScheduler: no parameters were given")
+        if not callable(schedule):
+            raise SettingError(
+                f"MaskScheduler: schedule={schedule!r} is no function of the step, such as "
+                "schedules.cubic(0.5, steps=10)"
+            )
         self.schedule, self.method, self.together = schedule, method, together
         self.steps = 0
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import fxprune
 from fxprune import errors
+from fxprune.schedules import MaskScheduler
 
 from .snapshot import Snapshot
 
@@ -143,6 +144,8 @@ def test_a_plan_asks_for_the_model_inside(use, wrap, said, tmp_path):
     (lambda m, x: fxprune.plan(m, x).apply(m, inplace="no"), "inplace='no'"),
     (lambda m, x: fxprune.plan(m, x, calibration_mode="bogus"), "calibration_mode='bogus'"),
     (lambda m, x: fxprune.plan(m, x, calibration_batches=-3), "calibration_batches=-3"),
+    (lambda m, x: fxprune.plan(m, x, calibration_batches=3), "pass both"),
+    (lambda m, x: MaskScheduler([(m[0], "weight")], 0.5), "no function of the step"),
     (lambda m, x: fxprune.plan(m, x, ignore=[m[0].weight]), "ignore: a tensor"),
     (lambda m, x: fxprune.plan(m, x).penalty(m, grow=float("nan")), "grow=nan"),
     (lambda m, x: fxprune.Pruner(m, x, target=0.5), "target=0.5"),

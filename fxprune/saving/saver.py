@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..check import check_bare
-from ..errors import ModelError
+from ..errors import FileError, ModelError
 from ..inspecting import dotted, shape_of
 from ..mask import mask_of, masked_names
 from ..rewrite import memory_format
@@ -47,6 +47,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
             safetensors file can: quantized or sparse tensors.
         FileError: the file cannot be written.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise FileError(f"path is a {type(path).__name__}, where the name of a file is needed")
     history = _history(model)
     found = places(model)
     _check_unchanged(model, found, history)
