@@ -130,9 +130,7 @@ def plan(
         if importance == "reconstruction":
             raise SettingError("importance='reconstruction' needs inputs: pass calibration=")
         if calibration_batches is not None:
-            raise SettingError(
-                "calibration_batches= says how many of calibration=, which is missing"
-            )
+            raise SettingError("calibration_batches= counts what calibration= gives: pass both")
         with parametrized(model):
             return _told(make_plan(model, example_input, settings, patterns, Planner))
     batches = Batches(calibration, model, example_input, calibration_batches)
