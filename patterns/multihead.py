@@ -88,8 +88,25 @@ def multihead(a, call):
 
 
 def weights_used(node):
-    """Whether anything reads the second result."""
-    return any(not (user.op == "call_function" and user.args[1:] == (0,)) for user in node.users)
+    """Whether anything comes of the second result; its mean over heads may go nowhere, too."""
+    readers = [u for u in node.users if not (u.op == "call_function" and u.args[1:] == (0,))]
+    return any(map(leads_on, readers)) or (bool(readers) and not averages(node))
+
+
+def averages(node):
+    return node.kwargs.get("average_attn_weights", node.args[6] if len(node.args) > 6 else True)
+
+
+def leads_on(node):
+    """Whether a result depends on a node, or something is written with it."""
+    waiting, seen = [node], {node}
+    while waiting:
+        current = waiting.pop()
+        if current.op == "output" or str(current.target).endswith("_"):
+            return True
+        waiting += current.users.keys() - seen
+        seen.update(current.users)
+    return False
 
 
 def projections(a, call, inputs, cut) -> list[Channels]:

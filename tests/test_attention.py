@@ -583,3 +583,22 @@ def test_heads_of_a_size_that_others_share_keep_it_and_nothing_else_has_to():
     assert pruned_units(plan, "up") == (12, 6, None)
     width, gone, why = pruned_units(plan, "attention.v")
     assert (width, gone) == (4, 0) and "the code computes" in why
+
+
+@pytest.mark.parametrize("use, goes", [
+    (lambda y, w: (w.unsqueeze(1), y)[1], True), (lambda y, w: y + w.sum(), False),
+], ids=["dropped", "used"])  # fmt: skip
+def test_heads_go_where_nothing_comes_of_the_attention_weights(use, goes):
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.out = nn.Linear(4, 16), nn.Linear(16, 3)
+            self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.out(x + use(*self.attention(x, x, x)))
+
+    x = torch.randn(2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    _, small = check(Attends(), x)
+    assert small.attention.num_heads == (2 if goes else 4)
