@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import linecache
+import textwrap
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -59,11 +60,12 @@ class Patched:
     """Methods of the module's own class as source, with other sizes in it."""
 
     methods: tuple[tuple[str, str], ...]  # name, source
+    originals: tuple[tuple[str, str], ...] = ()  # what they were made from
     stale = ()
 
     @property
     def source(self) -> str:
-        return "\n".join(text for _, text in self.methods)
+        return "\n".join(textwrap.dedent(text) for _, text in self.methods)
 
     def methods_for(self, base: type) -> dict[str, Any]:
         return {
@@ -71,23 +73,38 @@ class Patched:
         }
 
 
-def compiled(source: str, function: types.FunctionType) -> types.FunctionType:
-    """A method with other source: it sees the same globals, defaults, and variables of closures."""
+def definition(source: str) -> ast.stmt:
+    """What a source defines, indented as it may be: strings of several lines stay as they are."""
+    if not source[:1].isspace():
+        return ast.parse(source).body[0]
+    block: Any = ast.parse(f"if 1:\n{source}").body[0]
+    return ast.increment_lineno(block, -1).body[0]
+
+
+def compiled(
+    source: str, function: types.FunctionType, *, imports: bool = True
+) -> types.FunctionType:
+    """A method with other source: it sees the same globals, defaults, and variables of closures.
+
+    Args:
+        imports: whether the names of other files' things came by ``import`` statements of the file.
+            Python makes other code, of the same meaning, of calls on those.
+    """
     free = function.__code__.co_freevars
-    # Inside of a class of the same name, which names of two underscores and super() go by.
+    # Names of two underscores go by that of the class, less underscores in front, and super() by
+    # what a class's code has beside it. With some more, no code means this class by its own name.
     name = (function.__qualname__.split(".")[-2:-1] or ["_"])[0].strip("<>") or "_"
     given = ", ".join(variable for variable in free if variable != "__class__")
-    outer: Any = ast.parse(f"def outer({given}):\n class {name}: pass").body[0]
-    outer.body[0].body = ast.parse(source).body
-    # Python makes other code of calls on what the file imports, which it looks for in the file.
+    outer: Any = ast.parse(f"def outer({given}):\n class ______{name}: pass").body[0]
+    outer.body[0].body = [definition(source)]
     there = function.__globals__
-    imports = [
+    known = [
         ast.Import([ast.alias(name)])
         for name in {name: None for code in inside(function.__code__) for name in code.co_names}
         if isinstance(there.get(name), types.ModuleType)
         or getattr(there.get(name), "__module__", None) not in (None, function.__module__)
     ]  # fmt: skip
-    tree = ast.fix_missing_locations(ast.Module([*imports, outer], []))
+    tree = ast.fix_missing_locations(ast.Module([*(known if imports else []), outer], []))
     flags = function.__code__.co_flags & _FUTURE
     code = compile(tree, _shown_as_file(source), "exec", flags=flags, dont_inherit=True)
     for _ in range(3):  # the function's code is inside the class's, and that in the outer one's
@@ -171,15 +188,18 @@ def _make_class(base: Any, code: Written) -> type:
     return type(base.__name__, (base,), space)
 
 
-UNTAKEN, RESIZED = "_was_not_recorded", "_resized"
+UNTAKEN, RESIZED = "_fxprune_untaken", "_fxprune_resized"
 
 
-def _untaken(self: Any, size: Any) -> Any:
-    """What patched code calls for a size in a part of it that the recorded run did not come by."""
+def _untaken(self: Any, value: Any) -> Any:
+    """What patched code calls for a tensor, or a size, that meets sizes in a part of the code that
+    the recorded run did not come by; Python's own lists have such slices, too."""
+    if not isinstance(value, (Tensor, int, torch.Size)):
+        return value
     raise PruningError(
         f"{type(self).__name__} was pruned on an input, in a mode and with settings that left this "
-        f"part of its code out, so nobody knows whether the size {size!r} in it still fits; prune "
-        "the model as it is to run"
+        "part of its code out, so nobody knows whether the sizes in it still fit; prune the model "
+        "as it is to run"
     )
 
 

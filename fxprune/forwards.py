@@ -21,7 +21,9 @@ from .answers import at_new_widths
 from .code import Code, _keys, expect_answer, expect_argument, take
 from .faults import CannotRewrite, Fault, WrongOrder, WrongSize, same_sizes
 from .flags import depend_on_mode, may_read_mode, reads_mode_of_others
+from .hooked import is_hooked
 from .inspecting import all_tensors, modules_of, read_attribute
+from .mask import parametrizations
 from .modes import Differences, differences
 from .near import codes_near, methods_with, names_in, read_by_forward, set_by_forward
 from .ops import argument_names
@@ -119,6 +121,8 @@ class _Body:
             raise CannotRewrite(f"the code of {self.name} depends on the values of tensors")
         if "forward" in vars(self.module):  # which would hide that of any class
             raise CannotRewrite(f"the forward of {self.name} was replaced on the module itself")
+        if any(map(is_hooked, parametrizations(self.module).values())):
+            raise CannotRewrite(f"a hook computes a weight of {self.name}")
         if self.call.unsaid:
             raise CannotRewrite(f"{self.name} {self.call.unsaid}")
         cls: Any = type(self.module)

@@ -4,6 +4,7 @@ fxprune is at work, which can be masked and set."""
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.weight_norm import WeightNorm
 
 from .mask import own_class, parametrizations
+from .near import codes_near, names_in
 
 
 class HookedNorm(nn.Module):
@@ -50,8 +52,9 @@ def is_hooked(chain: Any) -> bool:
 def parametrized(model: Any) -> Iterator[None]:
     """While inside, hooks of ``nn.utils.weight_norm`` are parametrizations of the same tensors."""
     before = []
-    for module in model.modules() if isinstance(model, nn.Module) else ():
-        for hook in _hooks(module):
+    found = list(_alone(model)) if isinstance(model, nn.Module) else []
+    for module, hooks in found:
+        for hook in hooks:
             before.append((module, hook.name, vars(module)[hook.name], _memory(module, hook)))
             _to_parametrization(module, hook)
     try:
@@ -76,6 +79,21 @@ def hooked_weights(module: nn.Module) -> dict[str, Tensor]:
     """What such hooks compute, by the weights' names."""
     with torch.no_grad():
         return {hook.name: hook.compute_weight(module) for hook in _hooks(module)}
+
+
+def _alone(model: nn.Module) -> Iterator[tuple[nn.Module, list[Any]]]:
+    """The hooks of each module whose tensors nobody else holds or reads."""
+    hooked = [(m, hooks) for m in model.modules() if (hooks := _hooks(m))]
+    if not hooked:
+        return
+    held = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    named = {n for m in model.modules() for code in codes_near(m) for n in names_in(code)}
+    for module, hooks in hooked:
+        yield module, [
+            hook for hook in hooks
+            if all(held[id(module._parameters[f"{hook.name}_{part}"])] == 1 for part in "gv")
+            and named.isdisjoint((f"{hook.name}_g", f"{hook.name}_v"))
+        ]  # fmt: skip
 
 
 def _hooks(module: nn.Module) -> list[Any]:

@@ -13,20 +13,23 @@ import functools
 import inspect
 import linecache
 import operator
-import textwrap
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import starmap
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from .code import RESIZED, UNTAKEN, Patched, compiled, inside
+from .code import RESIZED, UNTAKEN, Patched, compiled, definition, inside
 from .faults import Fault, WrongSize, same_sizes
 from .flags import may_read_mode
-from .near import methods_of_forward
+from .hooked import is_hooked
+from .inspecting import dotted
+from .mask import parametrizations
+from .near import package_of
 from .ops import op_name
 from .recording import Trace
 from .registry import for_function
@@ -55,8 +58,9 @@ def patch(
         CannotPatch
     """
     module = trace.modules[path]
-    if "forward" in vars(module):
+    if "forward" in vars(module) or any(map(is_hooked, parametrizations(module).values())):
         raise CannotPatch
+    _check_parts(trace, path)
     texts = _before(type(module))
     wrong: dict[Site, list[WrongSize]] = {}
     for fault in faults:
@@ -74,7 +78,8 @@ def patch(
             method.replace((code, at), fault, replay)
     _guard_untaken(trace, path, methods, trained)
     texts |= {name: method.text() for name, method in methods.items()}
-    return Patched(tuple(sorted(texts.items())))
+    originals = sorted((name, method.source) for name, method in methods.items())
+    return Patched(tuple(sorted(texts.items())), tuple(originals))
 
 
 def _before(cls: Any) -> dict[str, str]:
@@ -107,13 +112,54 @@ def _check_every_run(trace: Trace, module: nn.Module, site: Site, found: list[Wr
 
 
 def _name_of(cls: type, code: CodeType) -> str | None:
-    """Of the method of a class that has this code. None where it is none, or a base's that another
-    method calls by ``super()``."""
+    """Of the method of a class that has this code. None where it is none, or where other names
+    lead to it as well (an alias, a table of functions, a base's method by ``super()``)."""
+    own = [f for _, f in _functions(cls) if any(c is code for c in inside(f.__code__))]
+    function: Any = own[0] if own else None
+    named = [
+        (base, name) for base in cls.__mro__ for name, value in vars(base).items()
+        if value is function or function in _held_in(value)
+    ]  # fmt: skip
+    if function is None or len(named) != 1:
+        return None
+    base, name = named[0]
+    derived = [c for c in cls.__mro__[: cls.__mro__.index(base)] if "_fxprune_base" not in vars(c)]
+    by_super = any("super" in f.__code__.co_names for c in derived for _, f in _functions_of(c))
+    return None if by_super or inspect.getattr_static(cls, name) is not function else name
+
+
+def _functions(cls: type) -> Iterator[tuple[str, FunctionType]]:
+    """The methods of a class and its bases, but for PyTorch's, as far as they are plain functions
+    and none that Python calls by itself."""
     for base in cls.__mro__:
-        for name, value in vars(base).items():
-            if isinstance(value, FunctionType) and any(c is code for c in inside(value.__code__)):
-                return name if inspect.getattr_static(cls, name) is value else None
-    return None
+        if package_of(base) != "torch" and base is not object:
+            yield from _functions_of(base)
+
+
+def _functions_of(cls: type) -> Iterator[tuple[str, FunctionType]]:
+    for name, value in vars(cls).items():
+        if isinstance(value, FunctionType) and not name.startswith(("__", "_fxprune")):
+            yield name, value
+
+
+def _names(cls: type) -> set[str]:
+    """What the methods of a class name; those of bases that others hide only with ``super``."""
+    seen = {name: function for name, function in reversed([*_functions(cls)])}
+    for functions in (seen.values(), (function for _, function in _functions(cls))):
+        codes = (code for function in functions for code in inside(function.__code__))
+        named = {name for code in codes for name in code.co_names}
+        if "super" not in named:
+            break
+    return named
+
+
+def _held_in(value: Any) -> list[Any]:
+    """Functions in a table, or behind a ``functools.partialmethod``."""
+    if isinstance(value, dict):
+        return [v for v in value.values() if isinstance(v, FunctionType)]
+    if isinstance(value, (list, tuple)):
+        return [v for v in value if isinstance(v, FunctionType)]
+    return [value.func] if isinstance(value, functools.partialmethod) else []
 
 
 def _guard_untaken(
@@ -125,29 +171,78 @@ def _guard_untaken(
     cls: Any = type(trace.modules[path])
     made = _made(trace, path)
     in_training: set[tuple[int, int]] = set()
-    for function in methods_of_forward(cls):
-        name = _name_of(cls, function.__code__)
-        if name is None:
-            raise CannotPatch
-        method = methods.get(name) or _Method(cls, name)
+    for name in dict.fromkeys(name for name, _ in _functions(cls)):
+        function: Any = inspect.getattr_static(cls, name)
+        if not isinstance(function, FunctionType):
+            continue
+        try:
+            method = methods.get(name) or _Method(cls, name)
+        except CannotPatch:
+            if _takes_sizes(function):
+                raise
+            continue
         taken = method.nodes_at(made)
         untaken = [node for node in method.sized() if node not in taken]
         if untaken and may_read_mode(trace.modules[path]) and not in_training:
             other = trained()
             in_training = set() if other is None else _made(other, path)
         there = method.nodes_at(in_training)
-        if any(node in there for node in untaken):
+        aside = untaken and _name_of(cls, function.__code__) is None
+        if aside or any(node in there for node in untaken):
             raise CannotPatch
         for node in untaken:
             method.guard(node)
             methods[name] = method
 
 
-def _made(trace: Trace, path: str) -> set[tuple[int, int]]:
-    """The calls that the code of a module makes: which code, and which of its instructions."""
+def _takes_sizes(function: FunctionType) -> bool:
+    """Whether code names a method of tensors that takes sizes."""
+    names = {name for code in inside(function.__code__) for name in code.co_names}
+    found = (for_function(getattr(torch.Tensor, name, None)) for name in names)
+    return any(pattern is not None and pattern.resize is not None for pattern in found)
+
+
+def _check_parts(trace: Trace, path: str) -> None:
+    """What a part makes that the run did not come by is as wide as ever, in the place of what is
+    narrow now, maybe."""
     module = trace.modules[path]
-    sites = [n.meta.get("site") for n in trace.graph.nodes if trace.module_of(n) is module]
-    return {(id(code), at) for code, at in filter(None, sites)}
+    named = _names(type(module))
+    for name, part in module._modules.items():
+        runs = part is None or not any(True for _ in part.parameters())
+        if name in named and not runs and dotted(path, name) not in trace.called:
+            folder = isinstance(part, (nn.ModuleList, nn.ModuleDict))
+            inner = any(dotted(dotted(path, name), key) in trace.called for key in part._modules)  # type: ignore[union-attr]
+            if not (folder and inner):
+                raise CannotPatch
+    if not named.isdisjoint(("is_grad_enabled", "requires_grad")):  # which a recording has off
+        raise CannotPatch
+    bound = (v for v in vars(module).values() if isinstance(v, MethodType))
+    if any(v.__func__ in [f for _, f in _functions(type(module))] for v in bound):
+        raise CannotPatch
+
+
+def _made(trace: Trace, path: str) -> set[tuple[int, int]]:
+    """The calls that the code of a module makes: which code, and which of its instructions. What a
+    part of it makes by a method of its own is among them, and of others of its kind nothing."""
+    module = trace.modules[path]
+    found = set()
+    for node in trace.graph.nodes:
+        if node.meta.get("site") is not None:
+            owner, (code, at) = trace.module_of(node), node.meta["site"]
+            if owner is module or _name_of(type(owner), code) is None:
+                found.add((id(code), at))
+    return found
+
+
+def fits(cls: type, code: Patched) -> bool:
+    """Whether a class has the methods that patches were made from."""
+    for name, source in code.originals:
+        try:
+            if _parsed(inspect.getattr_static(cls, name))[0] != source:
+                return False
+        except (CannotPatch, AttributeError):
+            return False
+    return True
 
 
 @functools.lru_cache(maxsize=512)
@@ -158,18 +253,23 @@ def _parsed(function: FunctionType) -> tuple[str, ast.FunctionDef, dict[int, lis
     lines = linecache.getlines(code.co_filename, function.__globals__)
     if not lines or not hasattr(code, "co_positions"):
         raise CannotPatch
-    source = textwrap.dedent("".join(inspect.getblock(lines[code.co_firstlineno - 1 :])))
+    source = "".join(inspect.getblock(lines[code.co_firstlineno - 1 :]))
     try:
-        definition = ast.parse(source).body[0]
-        again = compiled(source, function)
+        defined = definition(source)
+        if not isinstance(defined, ast.FunctionDef) or defined.decorator_list:
+            raise CannotPatch
+        ways = [compiled(source, function, imports=known).__code__ for known in (True, False)]
     except SyntaxError as error:  # a lambda, say
         raise CannotPatch from error
-    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+    again = next((way for way in ways if _same_code(way, code)), None)
+    if again is None:  # the file is another now
         raise CannotPatch
-    if not _same_code(again.__code__, code):  # the file is another now
+    own = code.co_varnames[0] if code.co_argcount else ""
+    names = [n.arg for n in ast.walk(defined) if isinstance(n, ast.arg) and n.arg == own]
+    if len(names) != 1 or own in _stored(defined):  # not everywhere the module
         raise CannotPatch
-    pairs: Any = zip(inside(code), inside(again.__code__), strict=True)
-    return source, definition, {id(mine): list(new.co_positions()) for mine, new in pairs}
+    pairs: Any = zip(inside(code), inside(again), strict=True)
+    return source, defined, {id(mine): list(new.co_positions()) for mine, new in pairs}
 
 
 class _Method:
@@ -177,13 +277,14 @@ class _Method:
 
     def __init__(self, cls: type, name: str) -> None:
         self.function = inspect.getattr_static(cls, name)
-        self.source, definition, self._positions = _parsed(self.function)
+        self.source, defined, self._positions = _parsed(self.function)
+        self._own = [*defined.args.posonlyargs, *defined.args.args][0]
         self._nodes = {
-            place: node for node in ast.walk(definition)
+            place: node for node in ast.walk(defined)
             if isinstance(node, (ast.Call, ast.Subscript, ast.BinOp)) for place in _places(node)
         }  # fmt: skip
         self._edits: dict[tuple[int, int], str] = {}
-        self._shapes = _names_of_shapes(definition)
+        self._shapes = _names_of_shapes(defined)
 
     def nodes_at(self, sites: Iterable[tuple[int, int]]) -> list[ast.expr]:
         mine = [self._at(*site) for site in sites if site[0] in self._positions]
@@ -197,11 +298,25 @@ class _Method:
         """Calls that take sizes, as far as their names tell, where numbers are written or held."""
         return [node for node in dict.fromkeys(self._nodes.values()) if self._held(node)]
 
-    def guard(self, node: ast.expr) -> None:
-        """An error in the place of a size that a call holds."""
-        held = self._held(node)[0]
-        own = self.function.__code__.co_varnames[0]
-        self._edit(*self._span(held), f"{own}.{UNTAKEN}({self._old(held)})")
+    def guard(self, node: Any) -> None:
+        """An error where a call that holds sizes gets a tensor."""
+        at = node.value if isinstance(node, ast.Subscript) else node.func
+        if isinstance(at, ast.Attribute) and isinstance(node, ast.Call):
+            at = at.value
+            if self._is_module(at):  # a function, which takes the tensor first
+                at = next(iter(node.args), None)
+        elif isinstance(node, ast.Call):
+            at = next(iter(node.args), None)
+        if at is None or isinstance(at, ast.Starred):
+            raise CannotPatch
+        self._edit(*self._span(at), f"{self._own.arg}.{UNTAKEN}({self._old(at)})")
+
+    def _is_module(self, at: ast.expr) -> bool:
+        """Whether an expression is a module of Python's, such as ``torch`` or ``nn.functional``."""
+        while isinstance(at, ast.Attribute):
+            at = at.value
+        known = self.function.__globals__.get(getattr(at, "id", ""))
+        return isinstance(at, ast.Name) and isinstance(known, ModuleType)
 
     def _held(self, node: ast.expr) -> list[ast.expr]:
         """The arguments of a call in which sizes may be."""
@@ -294,8 +409,7 @@ class _Method:
         if _is_constant(at) or (made_of and not any(starmap(replay.is_free, made_of))):
             return _literal(needed)
         if not any(starmap(replay.is_free, made_of)):  # a variable: of what, the run does not tell
-            own = self.function.__code__.co_varnames[0]
-            return f"{own}.{RESIZED}({old}, {_literal(computed)}, {_literal(needed)})"
+            return f"{self._own.arg}.{RESIZED}({old}, {_literal(computed)}, {_literal(needed)})"
         # Some of it is the batch's: its product with the number that makes it right.
         whole = isinstance(needed, int) and isinstance(computed, int) and computed
         if not whole or not _is_product(given):
@@ -358,7 +472,9 @@ def _is_shape(value: ast.expr) -> bool:
     """``x.shape``, ``x.size()``, and items of these."""
     value = value.value if isinstance(value, ast.Subscript) else value
     called = value.func if isinstance(value, ast.Call) else value
-    return isinstance(called, ast.Attribute) and called.attr in ("shape", "size")
+    name = "size" if isinstance(value, ast.Call) else "shape"
+    of_self = isinstance(called, ast.Attribute) and getattr(called.value, "id", "") == "self"
+    return isinstance(called, ast.Attribute) and called.attr == name and not of_self
 
 
 def _called(node: ast.Call) -> Any:
@@ -389,15 +505,18 @@ def _may_hold_a_size(expression: ast.expr, shapes: Container[str]) -> bool:
 
 def _names_of_shapes(function: ast.FunctionDef) -> set[str]:
     """Local names that are given sizes of tensors, and nothing else: ``b, n, c = x.shape``."""
-    given: dict[str, bool] = {}
-    for node in ast.walk(function):
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            shape = _is_shape(node.value)  # type: ignore[attr-defined]
-            for name in (n for n in ast.walk(target) if isinstance(n, ast.Name)):
-                given[name.id] = shape and given.get(name.id, True)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            given.setdefault(node.id, False)
-    return {name for name, shape in given.items() if shape}
+    of_shapes = Counter(
+        name.id for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and _is_shape(node.value)
+        for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)
+    )  # fmt: skip
+    return {name for name, times in _stored(function).items() if times == of_shapes[name]}
+
+
+def _stored(function: ast.FunctionDef) -> Counter[str]:
+    """How often a function gives each name something."""
+    names = (node for node in ast.walk(function) if isinstance(node, ast.Name))
+    return Counter(name.id for name in names if isinstance(name.ctx, ast.Store))
 
 
 def _sizes_in(value: Any) -> Iterator[tuple[fx.Node, int]]:

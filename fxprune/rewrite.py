@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from .channels import SourceAxis
-from .code import rewritten_class
+from .code import Patched, rewritten_class
 from .copying import copy_model
-from .errors import ModelError
+from .errors import ModelError, PlanError
 from .fold import Carry, Folds, mixed
 from .hooked import parametrized, with_hooks
 from .inspecting import dotted, modules_of, read_attribute
 from .kept import shrink
 from .mask import bake, is_masked, parametrizations
 from .masking import FOLDED, check_fits, has_predictions, keep_masks
+from .patching import fits
 from .running import on_cpu, uncollected
 from .saving.history import STEPS, note
 
@@ -221,7 +222,14 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
         path, _, attribute = name.rpartition(".")
         change.attributes[path, attribute] = value
     for path, code in plan.code.items():
-        change.classes[path] = rewritten_class(type(model.get_submodule(path)), code)
+        cls = type(model.get_submodule(path))
+        if isinstance(code, Patched) and not fits(cls, code):
+            raise PlanError(
+                f"the plan was made for a model in which {path or 'the model'} has other code: "
+                f"{', '.join(name for name, _ in code.originals)} of {cls.__name__} differ; make a "
+                "new plan for it"
+            )
+        change.classes[path] = rewritten_class(cls, code)
     for node in plan._trace.graph.nodes:
         pattern = plan._trace.pattern(node) if node.op == "call_module" else None
         if pattern is not None and pattern.refresh is not None:

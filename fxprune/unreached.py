@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from torch import nn
 
+from . import sizes
 from .discover import Stays
 from .inspecting import dotted
 from .recording import Trace
@@ -66,4 +67,6 @@ def _by_data(trace: Trace, paths: list[str]) -> bool:
         if n.op == "call_module" and str(n.target) in paths
     }  # fmt: skip
     calls = [trace.calls[i] for i in runs if i is not None]
-    return any(call.reads_data or call.questions for call in calls)
+    asked = (number for call in calls for q in call.questions for number in q.operands)
+    by_size = any(isinstance(o, sizes.Dimension) for number in asked for o in sizes.origins(number))
+    return by_size or any(call.reads_data for call in calls)

@@ -198,3 +198,34 @@ def test_spectral_norms_and_recurrent_layers_stay_with_the_reason():
                head=nn.Linear(8, 3))  # fmt: skip
     plan = fxprune.plan(awake(lstm), drawn(4, 2, 6))
     assert "a hook computes its weight_hh_l0" in dict(plan.skipped)["lstm"]
+
+
+class Own(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).view(-1, 2, 4).flatten(1)
+
+
+class ReadsLengths(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = old(nn.Linear(6, 8)), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.b(self.a(x).sigmoid()) + self.a.weight_g.sum()
+
+
+def tied():
+    net = nn.Sequential(old(nn.Linear(8, 8)), nn.Sigmoid(), old(nn.Linear(8, 8)))
+    net[2].weight_v = net[0].weight_v
+    return nn.Sequential(nn.Linear(6, 8), *net, nn.Sigmoid(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: nn.Sequential(old(Own(6, 8)), nn.Sigmoid(), nn.Linear(8, 3)), ReadsLengths, tied,
+], ids=["own code", "read", "tied"])  # fmt: skip
+def test_hooks_whose_tensors_others_hold_or_read_stay_hooks(make):
+    model, x = awake(make()), drawn(4, 6)
+    plan, small = fxprune.plan(model, x), fxprune.prune(model, x)
+    assert difference(run(plan.mask(model), x), run(small, x)) < 1e-9
+    assert "a hook computes" in " ".join(reason for _, reason in plan.skipped)
+    assert hooks(small) == hooks(model)

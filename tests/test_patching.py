@@ -499,3 +499,108 @@ def test_methods_go_by_the_name_that_the_class_gives_them():
     small.config.twice = True
     with pytest.raises(fxprune.PruningError, match="left this part of its code out"):
         small(images())
+
+
+# -- found by attack -------------------------------------------------------------------------------
+
+
+class NamesItself(Base):
+    factor = 0.5
+
+    def more(self, h):
+        """A method that names its class.
+
+        And whose words are on several lines.
+        """
+        return h * NamesItself.factor if isinstance(self, NamesItself) else h
+
+    def forward(self, x):
+        """As above,
+
+        the flattened features.
+        """
+        names = ["one", "two", "three"][1:]
+        count = len(["a", "b", "c"]) + len(names)
+        return self.head(self.more(self.features(x)).view(-1, 144)) * count
+
+
+def test_code_names_its_class_and_takes_apart_what_is_no_tensor():
+    plan, masked, small = pruned(NamesItself())
+    assert NamesItself.factor == 0.5
+    assert difference(run(masked, images(3)), run(small, images(3))) < 1e-9
+
+
+class OtherPart(Base):
+    """A part that the example leaves out, whose result is as wide as ever."""
+
+    def __init__(self):
+        super().__init__()
+        self.b = nn.Conv2d(3, 16, 1)
+
+    def forward(self, x, other=False):
+        h = F.adaptive_avg_pool2d(self.b(x), 3) if other else self.features(x)
+        return self.head(h.view(-1, 144))
+
+
+def test_a_part_that_the_example_leaves_out_is_none_of_the_patched_sizes():
+    plan, small = check(OtherPart(), images())
+    assert isinstance(plan.code[""], Code)
+    with pytest.raises(fxprune.PruningError, match="other=False"):
+        small(images(), other=True)
+
+
+def test_methods_that_users_call_are_patched_or_an_error():
+    class Embeds(Base):
+        def flat(self, x):
+            return self.features(x).view(-1, 144)
+
+        def embed(self, x):
+            return self.features(x).reshape(-1, 144)
+
+        def forward(self, x):
+            return self.head(self.flat(x))
+
+    _, masked, small = pruned(Embeds())
+    assert small.flat(images()).shape == (2, 72)
+    with pytest.raises(fxprune.PruningError, match="left this part of its code out"):
+        small.embed(images())
+
+
+def test_a_plan_is_no_plan_for_a_class_with_other_methods():
+    class Doubling(Base):
+        def forward(self, x):
+            return self.head(self.features(x).view(-1, 144)) * 2
+
+    plan = fxprune.plan(awake(Base()), images())
+    with pytest.raises(fxprune.PlanError, match="forward of Doubling differ"):
+        plan.apply(awake(Doubling()))
+
+
+@pytest.mark.parametrize("kind", ["alias", "bound", "table", "super"])
+def test_methods_that_other_names_lead_to_are_left_to_the_graph(kind):
+    class Named(Base):
+        def flat(self, h):
+            return h.view(-1, 144)
+
+        flatten = flat if kind == "alias" else None
+        table = {"flat": flat} if kind == "table" else None
+
+        def __init__(self):
+            super().__init__()
+            if kind == "bound":
+                self.way = self.flat
+
+        def forward(self, x):
+            h = self.features(x)
+            way = {"alias": self.flatten, "table": lambda h: self.table["flat"](self, h)}.get(kind)
+            if kind == "bound":
+                way = self.way
+            return self.head(way(h) if way else self.flat(h))
+
+    class Inherits(Named):
+        def forward(self, x):
+            h = self.features(x)
+            return self.head(super().flat(h) if self.training else self.flat(h))
+
+    plan, small = check(Inherits() if kind == "super" else Named(), images())
+    assert not isinstance(plan.code.get(""), Patched)
