@@ -18,10 +18,11 @@ from .code import Code, Patched
 from .faults import CannotRewrite, Fault
 from .forwards import rewrite
 from .orders import Mismatch
-from .patching import CannotPatch, patch
+from .patching import patch
 from .recording import Trace
 from .relations import Relations
 from .replay import Replay
+from .source_edits import CannotPatch
 
 
 class Unfit(Exception):

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 
 import fxprune
 from fxprune import mending
-from fxprune.patching import CannotPatch
+from fxprune.source_edits import CannotPatch
 
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 settings.register_profile("ci", max_examples=500, derandomize=True, **_COMMON)
