@@ -193,7 +193,9 @@ UNTAKEN, RESIZED = "_fxprune_untaken", "_fxprune_resized"
 
 def _untaken(self: Any, value: Any) -> Any:
     """What patched code calls for a tensor, or a size, that meets sizes in a part of the code that
-    the recorded run did not come by; Python's own lists have such slices, too."""
+    the recorded run did not come by; lists and token ids have such slices, too, and no channels."""
+    if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
+        return value
     if not isinstance(value, (Tensor, int, torch.Size)):
         return value
     raise PruningError(

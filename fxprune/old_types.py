@@ -27,9 +27,9 @@ class StandIn(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if args and (all(isinstance(n, int) for n in args) or isinstance(args[0], torch.Size)):
-            return torch.empty(*args, dtype=cls.real.dtype)
+            return torch.empty(*args, dtype=cls.real.dtype, device="cpu")
         if args and isinstance(args[0], (list, tuple)) and sizes.holds_traced(args[0]):
-            return torch.tensor(args[0], dtype=cls.real.dtype)
+            return torch.tensor(args[0], dtype=cls.real.dtype, device="cpu")
         return cls.real(*args, **kwargs)
 
 

@@ -566,6 +566,27 @@ def test_methods_that_users_call_are_patched_or_an_error():
         small.embed(images())
 
 
+def test_token_ids_are_no_channels_in_methods_that_the_run_did_not_come_by():
+    class Generates(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.head, self.most = nn.Embedding(9, 8), nn.Linear(16, 9), 2
+
+        def forward(self, ids):
+            return self.head(self.a(ids).sigmoid().view(-1, 16))
+
+        def generate(self, ids):
+            for _ in range(3):
+                following = self(ids[:, -self.most :]).argmax(1, keepdim=True)
+                ids = torch.cat((ids, following), 1)
+            return ids
+
+    ids = torch.tensor([[1, 5], [7, 2]])
+    plan, small = check(Generates(), ids)
+    assert isinstance(plan.code[""], Patched) and small.a.embedding_dim == 4
+    assert torch.equal(small.generate(ids), plan.mask(plan._trace.model).generate(ids))
+
+
 def test_a_plan_is_no_plan_for_a_class_with_other_methods():
     class Doubling(Base):
         def forward(self, x):
