@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.weight_norm import WeightNorm
 
+from .inspecting import tensors_of
 from .mask import own_class, parametrizations
 from .near import codes_near, names_in
 
@@ -41,7 +42,7 @@ def stored_names(chain: Any, key: str) -> list[str]:
     """What a module's state calls the tensors beneath a computed one, ``key``."""
     if is_hooked(chain):
         return [f"{key}_g", f"{key}_v"]
-    return [f"parametrizations.{key}.{name}" for name, _ in _tensors(chain)]
+    return [f"parametrizations.{key}.{name}" for name in tensors_of(chain)]
 
 
 def is_hooked(chain: Any) -> bool:
@@ -149,8 +150,3 @@ def _to_hook(module: nn.Module, name: str) -> Any:
 def _memory(module: nn.Module, hook: Any) -> list[tuple[int, torch.Size]]:
     found = (module._parameters[f"{hook.name}_{part}"] for part in "gv")
     return [(t.data_ptr(), t.shape) for t in found if t is not None]
-
-
-def _tensors(chain: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from chain.named_parameters()
-    yield from chain.named_buffers()

@@ -10,51 +10,31 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 
 from .answers import wrong_answers
 from .call import Call, Named, Roles
-from .channels import Axis, Channels, blank_axes
+from .channels import Axis, Channels, SourceAxis, blank_axes
 from .faults import Fault
 from .layout import broadcast_shape
 from .orders import Mismatch, matching
-from .recording import Trace
-from .relations import Relations
 from .resizing import Resizing
 
 
 class Replay(Resizing):
-    """Args:
-    trace: the recorded run.
-    relations: of the first walk.
-    kept: for each unit class, whether it stays.
-    attributes: module attributes that will be set, with the values they will have.
-    orders: kept positions of producers, by first label, that are not to be ascending.
-    straighten: nodes whose channels are to be put in the order of the model as it is.
-    """
+    """Args: those of :class:`fxprune.resizing.Resizing`."""
 
-    def __init__(
-        self,
-        trace: Trace,
-        relations: Relations,
-        kept: np.ndarray,
-        attributes: dict[str, Any] | None = None,
-        orders: dict[int, Tensor] | None = None,
-        straighten: Container[fx.Node] = (),
-        *,
-        attention: str = "heads",
-    ) -> None:
-        super().__init__(
-            trace, relations, kept, attributes, orders, straighten, attention=attention
-        )
-        self.indices: dict[str, Tensor] = {}  # index buffers, rewritten
-        self.calls: dict[fx.Node, tuple[Any, Any]] = {}  # of calls that count channels
-        self._counted = {note.node for note in relations.approximate}
-        self._sources = {(s.name, len(s.view), s.dims): s for s in relations.sources}
+    @cached_property
+    def _counted(self) -> set[fx.Node | None]:
+        return {note.node for note in self._relations.approximate}
+
+    @cached_property
+    def _sources(self) -> dict[Any, SourceAxis]:
+        return {(s.name, len(s.view), s.dims): s for s in self._relations.sources}
 
     # -- the walk ---------------------------------------------------------------------------------
 

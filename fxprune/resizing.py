@@ -46,6 +46,8 @@ class Resizing(Orders):
         self.attributes = attributes or {}
         self.module_sizes: dict[str, dict[str, Any]] = {}
         self.forwards: dict[str, Callable[..., Any]] = {}  # of modules that need another
+        self.indices: dict[str, Tensor] = {}  # index buffers, rewritten
+        self.calls: dict[fx.Node, tuple[Any, Any]] = {}  # arguments of calls that count channels
         self._by_name: dict[str, list[SourceAxis]] = {}
         for s in relations.sources:
             self._by_name.setdefault(s.name, []).append(s)

@@ -95,16 +95,16 @@ def _source(filename: str) -> _Source:
     while waiting:
         node, function = waiting.pop()
         if isinstance(node, ast.Call):
-            for place in _places(node, node.func):
+            for place in places_of(node, node.func):
                 found.calls[place] = _Call(node, function)
             if _name(node.func) in _MESSAGES:
-                found.messages.append(_places(node)[0])
+                found.messages.append(places_of(node)[0])
         inside = node if isinstance(node, (ast.FunctionDef, ast.Lambda)) else function
         waiting += [(child, inside) for child in ast.iter_child_nodes(node)]
     return found
 
 
-def _places(node: Any, attribute: Any = None) -> list[Place]:
+def places_of(node: Any, attribute: Any = None) -> list[Place]:
     """Where Python says that an expression is: one that is an attribute, or calls one, may begin
     with its name."""
     places = [(node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)]
@@ -121,9 +121,9 @@ def _name(function: ast.expr) -> str:
 def _behind(value: Any, function: Any, frame: FrameType, depth: int) -> Iterator[Key]:
     file = frame.f_code.co_filename
     if isinstance(value, ast.Attribute):
-        yield from ((file, place) for place in _places(value, value))
+        yield from ((file, place) for place in places_of(value, value))
     elif isinstance(value, ast.Call) and not value.args and _name(value.func) == "type":
-        yield from ((file, place) for place in _places(value, value.func))
+        yield from ((file, place) for place in places_of(value, value.func))
     elif isinstance(value, ast.Name) and depth < _DEEP:
         given = _given(function).get(value.id, [])
         if len(given) == 1:

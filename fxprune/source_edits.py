@@ -22,6 +22,7 @@ from .faults import WrongSize, same_sizes
 from .ops import op_name
 from .registry import for_function
 from .replay import Replay
+from .source import places_of
 
 Site = tuple[CodeType, int]  # of a call: the code that makes it, and the place of its instruction
 
@@ -66,7 +67,8 @@ class Method:
         self._own = [*defined.args.posonlyargs, *defined.args.args][0]
         self._nodes = {
             place: node for node in ast.walk(defined)
-            if isinstance(node, (ast.Call, ast.Subscript, ast.BinOp)) for place in _places(node)
+            if isinstance(node, (ast.Call, ast.Subscript, ast.BinOp))
+            for place in places_of(node, getattr(node, "func", None))
         }  # fmt: skip
         self._edits: dict[tuple[int, int], str] = {}
         self._shapes = _names_of_shapes(defined)
@@ -233,23 +235,13 @@ class Method:
         return text.decode()
 
 
-def _places(node: Any) -> list[tuple[int, int, int, int]]:
-    """Where Python says that an expression is: a call of a method may begin with its name."""
-    places = [(node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)]
-    function = getattr(node, "func", None)
-    if isinstance(function, ast.Attribute) and function.end_lineno != node.lineno:
-        start = function.end_col_offset - len(function.attr)  # type: ignore[operator]
-        places.append((function.end_lineno, node.end_lineno, start, node.end_col_offset))  # type: ignore[arg-type]
-    return places
-
-
 def _same_code(a: CodeType, b: CodeType) -> bool:
-    inside = [[c for c in code.co_consts if isinstance(c, CodeType)] for code in (a, b)]
+    within = [[c for c in code.co_consts if isinstance(c, CodeType)] for code in (a, b)]
     plain = [[c for c in code.co_consts if not isinstance(c, CodeType)] for code in (a, b)]
     return (
         a.co_code == b.co_code and a.co_names == b.co_names and a.co_varnames == b.co_varnames
-        and repr(plain[0]) == repr(plain[1]) and len(inside[0]) == len(inside[1])
-        and all(starmap(_same_code, zip(*inside, strict=True)))
+        and repr(plain[0]) == repr(plain[1]) and len(within[0]) == len(within[1])
+        and all(starmap(_same_code, zip(*within, strict=True)))
     )  # fmt: skip
 
 
@@ -323,9 +315,9 @@ def _sizes_in(value: Any) -> Iterator[tuple[fx.Node, int]]:
 
 def _is_constant(expression: ast.expr) -> bool:
     """Whether it is numbers alone."""
-    inside = (node for node in ast.walk(expression) if isinstance(node, ast.expr))
+    parts = (node for node in ast.walk(expression) if isinstance(node, ast.expr))
     number = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.Tuple, ast.List)
-    return all(isinstance(node, number) for node in inside)
+    return all(isinstance(node, number) for node in parts)
 
 
 def _is_product(value: Any) -> bool:
