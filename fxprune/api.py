@@ -13,11 +13,12 @@ from .pattern_types import Pattern
 from .planning import plan
 from .proof import prove
 from .rewrite import apply_with_journal
-from .running import on_cpu
+from .running import on_cpu, uncollected
 from .tracing import trace
 
 
 @on_cpu()
+@uncollected()
 def prune(
     model: nn.Module,
     example_input: Any,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -38,11 +37,16 @@ class SourceAxis:
 
     shape: tuple[int, ...] = field(init=False)  # of the slices
     size: int = field(init=False)  # their number
+    numbers: np.ndarray = field(init=False, repr=False, compare=False)  # the labels, one by one
+    _labels: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         shape = tuple([self.view[d] for d in self.dims])
-        object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "size", math.prod(shape))
+        size = math.prod(shape)
+        numbers = np.arange(self.first, self.first + size)
+        labels = torch.from_numpy(numbers)
+        labels = labels if len(shape) == 1 else labels.reshape(shape)
+        vars(self).update(shape=shape, size=size, numbers=numbers, _labels=labels)
 
     @property
     def is_whole(self) -> bool:
@@ -83,9 +87,8 @@ class SourceAxis:
     def labels(self) -> Tensor:
         return self._labels
 
-    @cached_property
-    def _labels(self) -> Tensor:
-        return torch.arange(self.first, self.first + self.size).reshape(self.shape)
+
+Said = Tensor | Callable[[], Tensor | None] | None  # an axis' constants, or who knows them
 
 
 # Nothing assigns to the fields of the two below; frozen they would take three times as long to
@@ -102,7 +105,7 @@ class Axis:
 
     dims: tuple[int, ...]
     units: Tensor
-    said: Tensor | Callable[[], Tensor | None] | None = None  # ``constant``, or who knows it
+    said: Said = None
     border: bool = False
     source: SourceAxis | None = None
     blank: bool = False
@@ -116,9 +119,9 @@ class Axis:
         which every call does."""
         return Axis(dims, self.units, self.said, self.border, self.source, self.blank)
 
-    def saying(self, constant: Tensor | None, border: bool = False) -> Axis:
+    def saying(self, said: Said, border: bool = False) -> Axis:
         """The same channels with other constants."""
-        return Axis(self.dims, self.units, constant, border, self.source, self.blank)
+        return Axis(self.dims, self.units, said, border, self.source, self.blank)
 
     def says(self, dims: tuple[int, ...]) -> Tensor:
         """``constant``, behind its rows laid out over ``dims``; NaN where nothing is known."""
@@ -148,6 +151,8 @@ class Channels:
         return next((axis for axis in self.axes if dim in axis.dims), None)
 
     def touching(self, dims: Iterable[int]) -> list[Axis]:
+        if not self.axes:
+            return []
         dims = set(dims)
         return [axis for axis in self.axes if not dims.isdisjoint(axis.dims)]
 
@@ -176,10 +181,10 @@ def remap(x: Channels, where: dict[int, int], shape: tuple[int, ...]) -> Channel
     for axis in x.axes:
         if all(d in where for d in axis.dims):
             moved = [where[d] for d in axis.dims]
-            order = sorted(range(len(moved)), key=moved.__getitem__)
-            if len(moved) == 1 or order == list(range(len(moved))):
+            if len(moved) == 1 or moved == sorted(moved):
                 axes.append(axis.on(tuple(moved)))
                 continue
+            order = sorted(range(len(moved)), key=moved.__getitem__)
             constant = axis.constant
             if constant is not None:
                 constant = constant.permute([0, *[i + 1 for i in order]])

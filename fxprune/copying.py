@@ -8,17 +8,17 @@ original's layers in the copy: it gets a copy of its own, which holds the copy's
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 import types
 import weakref
-from collections import OrderedDict
 from typing import Any
 
 from torch import Tensor, nn
 
 from .errors import ModelError
-from .holding import OWN, content, inside
-from .inspecting import dotted, modules_of
+from .holding import content, inside
+from .inspecting import OWN, attributes_of, dotted, modules_of
 from .near import global_names, methods_of_forward, package_of
 
 
@@ -31,19 +31,16 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     for function in (method for cls in kinds for method in methods_of_forward(cls)):
         holders.check_globals(function)
     for module in modules_of(model).values():
-        for key, value in vars(module).items():
+        for key, value in attributes_of(module):
             # What a hook computes before each run (nn.utils.weight_norm) has a history, which
             # deepcopy refuses; it is computed anew.
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo.setdefault(id(value), value.detach().clone())
-            # Most are hooks that nobody has set: deepcopy takes long to find that out.
-            elif type(value) in (dict, OrderedDict, set) and not value:
-                memo.setdefault(id(value), type(value)())
-            elif key not in OWN and holders.hold(value) and isinstance(value, weakref.ref):
+            elif holders.hold(value) and isinstance(value, weakref.ref):
                 weak.append((module, key, value()))
     made = {id(function): holders.anew(function) for function in holders.functions}
     try:
-        copied = copy.deepcopy(model, memo := memo | made)
+        copied = _copied(model, memo := memo | made)
         holders.fill(memo)
         _check(model, copied, memo)
         for module, key, value in weak:
@@ -61,6 +58,51 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
             "needs a copy, too"
         ) from error
     return copied
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """``copy.deepcopy(model, memo)``, in a third of the time: of modules that leave it to ``copy``
+    how they are copied, only what has to be copied is given to it."""
+    plain: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        cls: Any = type(module)
+        if id(module) not in memo and _is_plain(cls):
+            memo[id(module)] = object.__new__(cls)
+            plain.append(module)
+            for child in module._modules.values():
+                if child is not None:
+                    visit(child)
+
+    visit(model)
+    for module in reversed(plain):  # parts first, as deepcopy does it
+        state = {}
+        for key, value in _state(module).items():
+            if type(value) in _ATOMS:
+                state[key] = value
+            elif key in OWN:
+                state[key] = {name: copy.deepcopy(part, memo) for name, part in value.items()}
+            elif key in _OF_TORCH and not value:  # hooks that nobody has set
+                state[key] = type(value)()
+            else:
+                state[key] = copy.deepcopy(value, memo)
+        memo[id(module)].__setstate__(state)
+    return copy.deepcopy(model, memo)  # which the memo has, or whose class has a way of its own
+
+
+_ATOMS = frozenset((bool, int, float, str, type(None)))
+_OF_TORCH = frozenset(vars(nn.Module()))
+_state: Any = getattr(nn.Module, "__getstate__", vars)
+_WAYS = ("__reduce_ex__", "__reduce__", "__new__", "__getnewargs__", "__getnewargs_ex__",
+         "__getstate__", "__deepcopy__")  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_plain(cls: Any) -> bool:
+    """Whether a class leaves it to ``copy`` how its modules are copied: attribute by attribute."""
+    ways = (getattr(cls, way, None) is getattr(nn.Module, way, None) for way in _WAYS)
+    known = cls in copyreg.dispatch_table or any("__slots__" in vars(base) for base in cls.__mro__)
+    return all(ways) and not known
 
 
 def _check(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:

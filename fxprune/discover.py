@@ -153,7 +153,8 @@ class Discover(Sayings):
         axes = []
         for role, dims in roles.items():
             key = (value.name, view, dims)
-            if all(view[d] == 1 for d in dims) or any(view[d] == 0 for d in dims):
+            sizes = [view[d] for d in dims]
+            if 0 in sizes or sizes.count(1) == len(sizes):
                 continue
             if key not in self._by_key:
                 axis = SourceAxis(value.name, shape, view, dims, role, self.labels.count)
@@ -216,11 +217,15 @@ class Discover(Sayings):
                 self._set_role(index, "out")
 
     def _set_role(self, index: int, role: str) -> None:
+        before = self.sources[index]
         self.labels.set_role(index, role)
         source = self.sources[index]
         self._by_key[source.name, source.view, source.dims] = source
         self._used_bare.pop(source.first, None)
-        self._settled = False
+        self._settled = self._settled and (before.first, before.role) not in self._born
+
+    def as_it_is(self, axis: SourceAxis) -> SourceAxis:
+        return self._by_key[axis.name, axis.view, axis.dims]
 
     def _check_computed(self, axis: SourceAxis) -> None:
         """A tensor that a parametrization computes has to take smaller values back."""
@@ -232,6 +237,8 @@ class Discover(Sayings):
     def _check_view(self, axis: SourceAxis) -> None:
         """A tensor that is seen in two ways (two group counts, say) is left whole."""
         axes = [self.sources[i] for i in self._by_name[axis.name]]
+        if len(axes) == 1:
+            return
         known = axes[0].view
         bare = [s.dims for s in axes if s.role.startswith("bare")]
         apart = any(set(a) & set(b) and a != b for a in bare for b in bare)

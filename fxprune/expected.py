@@ -65,17 +65,16 @@ class Drawn(Masked):
     def __init__(self) -> None:
         self._points = normal_points(DRAWS).numpy()
         self._order = np.random.default_rng(0)
-        self._living = torch.zeros(DRAWS + 2, dtype=torch.bool)
-        self._living[-1] = True
+        self._unknown = torch.zeros(DRAWS + 2, dtype=torch.float64)
+        self._unknown[-1] = torch.nan  # of the living
+        self._kept = torch.ones(DRAWS + 2, dtype=torch.float64)
+        self._kept[0] = 0.0
 
     def dead(self, values: Tensor) -> Tensor:
-        values = values.expand(len(self._living), *values.shape[1:])
-        return values.masked_fill(_column(self._living, values), torch.nan)
+        return values + _column(self._unknown, values)
 
     def scale(self, values: Tensor) -> Tensor:
-        kept = torch.ones(DRAWS + 2, dtype=values.dtype)
-        kept[0] = 0.0
-        return _column(kept, values) * values
+        return _column(self._kept, values) * values
 
     def points(self) -> Tensor:
         """Of one norm, for :meth:`standardised`."""

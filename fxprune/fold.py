@@ -178,7 +178,7 @@ def _masks(
     dead, constant = (
         side.put([getattr(r, key) for r, _ in chosen]) for key in ("dead", "constant")
     )
-    said = side.put([_said(read, calls) for read, calls in chosen])
+    said = _said(constant, side.put([_mean(read, calls) for read, calls in chosen]))
     alive = torch.zeros_like(dead)
     if carriers.any():
         labels = side.put([read.axis.labels() for read, _ in chosen])
@@ -232,14 +232,17 @@ def _alike(reads: list[Read]) -> bool:
     )  # fmt: skip
 
 
-def _said(read: Read, calls: list[Read]) -> Tensor:
-    """What a layer's channels say to it: what they emit when masked, or where that is known, what
-    they said in the mean of all its calls."""
-    constant = read.constant
+def _mean(read: Read, calls: list[Read]) -> Tensor:
+    """What a layer's channels said in the mean of all its calls; NaN where that is not known."""
     means = [call.mean for call in calls if call.mean is not None]
     if not means:
-        return constant
-    mean = means[0] if len(means) == 1 else torch.stack(means).mean(0)
+        return torch.full_like(read.constant, torch.nan)
+    return means[0] if len(means) == 1 else torch.stack(means).mean(0)
+
+
+def _said(constant: Tensor, mean: Tensor) -> Tensor:
+    """What channels say to a layer: what they emit when masked, or where that is known, what they
+    said in the mean."""
     near = (mean - constant).abs() <= _ROUNDING * (1 + constant.abs())
     return torch.where(near | mean.isnan(), constant, mean)
 

@@ -78,9 +78,13 @@ def _add_bins(relations: Relations, home: dict[int, Group]) -> None:
 
 def _add_covers(relations: Relations, home: dict[int, Group]) -> None:
     """No tensor of the run may lose all its channels."""
+    laid: set[bytes] = set()
     seen: set[bytes] = set()
 
     def add(classes: np.ndarray) -> None:
+        if (as_laid := classes.tobytes()) in laid:  # a norm has the axes of the layer before it
+            return
+        laid.add(as_laid)
         unique = distinct(classes)
         if len(unique) and unique[0] != 0 and (key := unique.tobytes()) not in seen:
             seen.add(key)

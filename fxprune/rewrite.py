@@ -16,7 +16,7 @@ from .copying import copy_model
 from .errors import ModelError, PlanError
 from .fold import Carry, Folds, mixed
 from .hooked import parametrized, with_hooks
-from .inspecting import dotted, modules_of, read_attribute
+from .inspecting import dotted, modules_of, parts_of, read_attribute
 from .kept import shrink
 from .mask import bake, is_masked, parametrizations
 from .masking import FOLDED, check_fits, has_predictions, keep_masks
@@ -312,7 +312,7 @@ def make_parameter(model: nn.Module, name: str, shape: Sequence[int], journal: J
 def _remember(plan: Any, change: Change, model: nn.Module, journal: Journal) -> None:
     """Leave on the model what was done to it and, before, to modules in it."""
     history = note(plan, model, change.attributes, change.biases)
-    for module in model.modules():
+    for module in parts_of(model):
         if STEPS in vars(module):
             journal.drop(vars(module), STEPS)
     journal.attribute(model, STEPS, history)

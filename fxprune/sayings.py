@@ -9,8 +9,10 @@ chosen: by the first walk itself, or by one of their own with the tensors of ano
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from .expected import Drawn, Masked
 from .recording import Trace
 from .spec import Spec
 from .walk import Walk
+
+_ZERO = torch.zeros(1, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Sayings(Walk):
         self.telling = telling
         self.rows = Drawn() if telling is not None and telling.drawn else Masked()
         self._tensors = trace.on(model)
-        self._born: dict[tuple[int, str], Tensor] = {}
+        self._born: dict[tuple[int, str], Tensor | None] = {}
         self.heard: list[Heard] = []
         self.demands: list[Demand] = []
         self.norms: dict[fx.Node, str | None] = {}  # the tensor by which each knows its variance
@@ -95,12 +99,17 @@ class Sayings(Walk):
             return None
 
         def said() -> Tensor | None:
-            key = axis.first, axis.role
+            now = self.as_it_is(axis)
+            key = now.first, now.role
             if key not in self._born:
-                self._born[key] = self._read_constants(axis, telling)
+                self._born[key] = None if now.role == "in" else self._read_constants(now, telling)
             return self._born[key]
 
         return said
+
+    def as_it_is(self, axis: SourceAxis) -> SourceAxis:
+        """A parameter's axis with the role that it has by now."""
+        return axis
 
     def _read_constants(self, axis: SourceAxis, telling: Telling) -> Tensor:
         scales = axis.role == "scale" and telling.masked
@@ -119,9 +128,9 @@ class Sayings(Walk):
 
     def one(self, value: Named) -> float | None:
         """A tensor of one real number."""
-        if torch.Size(value.spec.shape).numel() != 1 or not value.spec.dtype.is_floating_point:
+        if self.telling is None or math.prod(value.spec.shape) != 1:
             return None
-        return None if self.telling is None else float(self.read(value.name))
+        return float(self.read(value.name)) if value.spec.dtype.is_floating_point else None
 
     def overwritten(self, x: Channels, value: float) -> Channels:
         said = ((axis, self.filled(value, axis.units.numel())) for axis in x.axes)
@@ -146,20 +155,23 @@ class Sayings(Walk):
         sizes = [shape[d] for d in dims]
         laid = [_laid(x, axes, dims) for x, axes in zip(operands, touched, strict=True)]
         rows = max(map(len, laid))
-        blind = [a.isnan() for a in laid]
-        unknown = functools.reduce(torch.logical_or, blind).expand(rows, *sizes)
-        some = bool(unknown.any())
+        unknown = None
+        if any(map(_may_have_nan, laid)):
+            blind = [a.isnan() for a in laid]
+            unknown = functools.reduce(torch.logical_or, blind).expand(rows, *sizes)
         # Where a factor is zero the product is, whatever the other factor is.
-        factors = [a == 0 for a, axes in zip(laid, touched, strict=True) if len(axes) == 1]
-        zero = functools.reduce(torch.logical_or, factors) if product and factors else None
-        if some and unknown.all() and (zero is None or not zero.any()):
-            return None, False
-        if some:
+        zero = None
+        if product:
+            factors = [a == 0 for a, axes in zip(laid, touched, strict=True) if len(axes) == 1]
+            zero = functools.reduce(torch.logical_or, factors) if factors else None
+        if unknown is not None:
+            if unknown.all() and (zero is None or not zero.any()):
+                return None, False
             laid = [a.masked_fill(b, 0.0) for a, b in zip(laid, blind, strict=True)]
         arrays = [a.expand(rows, *sizes) for a in laid]
         result = _called(function, arrays, dims, shape, together)
         if function == call.replay:  # and no rule that says NaN for what it does not know
-            if bool((result[0].isnan() & ~unknown[0]).any()):
+            if _may_have_nan(result[0]) and bool(_newly(result[0], unknown).any()):
                 for axis in (axis for axes in touched for axis in axes):
                     self.freeze(axis, f"{call.name} makes NaN of masked ones (0 / 0, say)", call)
                 return None, False
@@ -172,8 +184,9 @@ class Sayings(Walk):
             inside = [not axes or not axes[0].border for axes in touched]
             edge = [t if i else torch.zeros_like(t) for t, i in zip(arrays, inside, strict=True)]
             around = _called(function, edge, dims, shape, together)
-            unknown, some = unknown | ((around != 0) & (around != result)), True
-        result = result.masked_fill(unknown, torch.nan) if some else result
+            differs = (around != 0) & (around != result)
+            unknown = differs if unknown is None else unknown | differs
+        result = result if unknown is None else result.masked_fill(unknown, torch.nan)
         return result if zero is None else result.masked_fill(zero, 0.0), border
 
     def meet_scalar(self, operands, function):
@@ -231,12 +244,14 @@ class Sayings(Walk):
             if not set(axis.dims) <= dims:
                 axes.append(axis.saying(None, axis.border))
                 continue
-            value = torch.zeros((1,) * (1 + len(axis.dims)), dtype=torch.float64)
-            for other in constant.touching(axis.dims) if constant is not None else ():
-                value = other.says(axis.dims)
-            value = value.expand(len(value), *axis.units.shape)
-            axes.append(axis.saying(self.rows.dead(value)))
+            others = constant.touching(axis.dims) if constant is not None else []
+            axes.append(axis.saying(functools.cache(partial(self._dead, axis, others))))
         return x.with_axes(axes)
+
+    def _dead(self, axis: Axis, others: Sequence[Axis]) -> Tensor:
+        """What dead slices say that hold what the last of ``others`` says, or 0."""
+        value = others[-1].says(axis.dims) if others else _ZERO.reshape((1,) * (1 + len(axis.dims)))
+        return self.rows.dead(value.expand(len(value), *axis.units.shape))
 
     def emitted(
         self, call: Call, x: Channels, dims: Sequence[int], find: Callable[[bool], Tensor]
@@ -335,6 +350,16 @@ def _may_be_known(x: Channels, axes: Sequence[Axis]) -> bool:
     return all(a.constant is not None for a in axes) if axes else x.scalar is not None
 
 
+def _may_have_nan(values: Tensor) -> bool:
+    """True wherever one is NaN; rarely (infinities of both signs) where none is."""
+    return math.isnan(values.sum().item())
+
+
+def _newly(row: Tensor, unknown: Tensor | None) -> Tensor:
+    """Where the first row of a result is NaN, though it was known."""
+    return row.isnan() if unknown is None else row.isnan() & ~unknown[0]
+
+
 def _laid(x: Channels, axes: Sequence[Axis], dims: tuple[int, ...]) -> Tensor:
     """What is known of an operand, behind its rows laid out over ``dims``."""
     if not axes:
@@ -380,8 +405,14 @@ def _called(
     before = 0 if at is None else sum(d < at for d in dims)
     laid = [shape[d] if d in dims else rows if d == at else 1 for d in rank]
     # Copies: the function may write to what it gets, and that may be the model's own tensor.
-    given = [t.movedim(0, before).reshape(laid).clone() for t in arrays]
+    given = [(t.movedim(0, before) if before else t).reshape(laid).clone() for t in arrays]
     result = function(given).double()
-    result = result[tuple([slice(None) if d in dims or d == at else 0 for d in rank])]
-    result = result[None] if at is None else result.movedim(before, 0)
+    if list(result.shape) == laid:  # elsewhere it is 1: faster than to index
+        result = result.reshape([n for d, n in enumerate(laid) if d in dims or d == at])
+    else:
+        result = result[tuple([slice(None) if d in dims or d == at else 0 for d in rank])]
+    if at is None:
+        result = result[None]
+    elif before:
+        result = result.movedim(before, 0)
     return result.expand(rows, *sizes)

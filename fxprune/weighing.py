@@ -33,7 +33,7 @@ def delta_of(
     rows = torch.arange(height, device=w.device)
     dead = None if out is None else constants.is_removed(out).to(w.device)
     if dead is not None and out is not None and list(out.dims) == own and not shared:
-        rows = rows[~dead.reshape(-1)]
+        rows = torch.nonzero(~dead.reshape(-1)).reshape(-1)
 
     def laid(values: Tensor) -> Tensor:
         """(groups, several, columns of w)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import types
 import weakref
 
@@ -274,3 +275,66 @@ def test_parts_whose_copy_is_none_are_an_error_and_the_model_stays(kind):
             call()
     assert {*before.differences()} <= {"rng"}  # what is built anew is drawn anew
     assert fxprune.prune(net, X, inplace=True, verify=False)[1].in_features == 4
+
+
+class Remembers(nn.Module):
+    """Its parts share what is empty at first, and hold each other besides."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.seen = self.a.seen = self.b.seen = {}
+        self.b.before, self.a.after = [self.a], (self.b,)
+
+    def forward(self, x):
+        self.seen["x"] = x
+        return self.b(self.b.before[0](x).sigmoid())
+
+
+def test_parts_share_in_the_copy_what_they_share_and_hold_each_others_copies():
+    net = awake(Remembers())
+    net.seen.clear()
+    copied = copy_model(net)
+    assert copied.seen is copied.a.seen is copied.b.seen is not net.seen
+    assert copied.b.before[0] is copied.a and copied.a.after == (copied.b,)
+    assert copied.a._forward_hooks is not net.a._forward_hooks
+    assert copied.a._forward_hooks is not copied.b._forward_hooks
+    assert vars(copied).keys() == vars(net).keys()
+
+
+class Says(nn.Linear):
+    """A layer whose class says what is copied, in one way or another."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.lock = threading.Lock()
+
+
+class ByState(Says):
+    def __getstate__(self):
+        return {key: value for key, value in vars(self).items() if key != "lock"}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+
+
+class ByReduce(Says):
+    def __reduce__(self):
+        return _made, (type(self), self.in_features, self.out_features, self.weight, self.bias)
+
+
+def _made(cls, inputs, outputs, weight, bias):
+    made = cls(inputs, outputs)
+    made.weight, made.bias = weight, bias
+    return made
+
+
+@pytest.mark.parametrize("kind", [ByState, ByReduce])
+def test_a_class_that_says_how_it_is_copied_is_asked(kind):
+    net = awake(nn.Sequential(kind(6, 8), nn.Sigmoid(), nn.Linear(8, 3)))
+    x = torch.randn(2, 6, dtype=torch.float64)
+    copied = copy_model(net)
+    assert type(copied[0]) is kind and copied[0].weight is not net[0].weight
+    assert torch.equal(copied(x), net(x))
+    assert fxprune.prune(net, x)[0].out_features == 4

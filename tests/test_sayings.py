@@ -110,6 +110,21 @@ def test_a_weight_that_turns_out_to_make_channels_speaks_as_one_that_does():
         assert plan.groups[0].removed.numel() == 4
 
 
+def test_a_weight_that_nobody_asked_before_it_makes_channels_needs_no_second_walk():
+    net = Net(
+        lambda s, x: s.last(F.softplus(x.flatten(1) @ s.weight[s.order] + s.shift)),
+        weight=nn.Parameter(torch.randn(108, 8)), shift=nn.Parameter(torch.rand(8)),
+        last=nn.Linear(8, 3), order=torch.arange(108).flip(0),
+    )  # fmt: skip
+    model = awake(net)
+    relations = discover(record(model, X), telling=Telling())
+    assert [s.role for s in relations.sources if s.name == "weight"] == ["bare0", "out"]
+    assert relations.said is not None
+    for bias in ("propagate", "expected", "drop"):
+        plan, _ = proved(model, bias)
+        assert [g.removed.numel() for g in plan.groups if g.frozen is None] == [4]
+
+
 class Shut(nn.Module):
     """A norm behind a product that nothing is known of: masked, it says its shift all the same."""
 

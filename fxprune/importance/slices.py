@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..channels import SourceAxis
 
-_PIECE = 2**20  # elements
+_PIECE = 2**17  # elements
 
 
 @dataclass(frozen=True)
