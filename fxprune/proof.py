@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .errors import ProofError, warn
+from .errors import ProofError, PruningError, warn
 from .probe import SOURCE
 from .reference import reference
 from .running import on_cpu, outputs
@@ -92,7 +92,17 @@ def prove(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> 
 
 def _compared(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> float:
     """The largest relative error."""
-    expected = reference(plan, model, small, example_input)
+    try:
+        expected = reference(plan, model, small, example_input)
+    except PruningError:
+        raise
+    except Exception as error:  # whatever the model's own code raises
+        raise ProofError(
+            f"the masked {type(model).__name__} does not run: {type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]}. Its code may go by values, and another way with "
+            "masked channels than it went as it was recorded. Nothing was changed; ignore= the "
+            "layers that make these values, or pass verify=False to go without a proof."
+        ) from error
     if not expected:
         raise ProofError(
             f"{type(model).__name__} returns no tensor that could be compared. Return one, or pass "

@@ -199,3 +199,26 @@ def test_channels_that_leave_pytorch_are_left_whole_with_a_reason():
     plan = fxprune.plan(model, X.new_ones(2, 6))
     assert "numpy" in dict(plan.skipped)["a"]
     assert fxprune.prune(model, X.new_ones(2, 6)).a.out_features == 8
+
+
+def test_a_masked_model_that_goes_another_way_by_its_values_is_a_proof_error():
+    """Behind a norm that counts channels, masked and recorded run pick other rows."""
+
+    class Picks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.head = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+            self.scale, self.shift = nn.Parameter(torch.rand(16)), nn.Parameter(torch.rand(16))
+
+        def forward(self, x):
+            h = nn.functional.layer_norm(self.a(x), (16,), self.scale, self.shift)
+            y = self.b(h).sigmoid()
+            size = y.sum(-1)
+            high = size > size.median() + 0.05
+            return self.head(y[high].view(int(high.sum()), 16)).mean(0)
+
+    model, x = awake(Picks()), torch.randn(64, 6, dtype=torch.float64)
+    before = Snapshot(model)
+    with pytest.raises(fxprune.ProofError, match="the masked Picks does not run: RuntimeError"):
+        fxprune.prune(model, x)
+    assert before.differences() == []
