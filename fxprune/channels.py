@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 FROZEN = 0  # the label of slices that have to stay
+_MOST = 2**24  # numbers in the constants of an axis
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,13 @@ def laid_over(rows: Tensor, dims: tuple[int, ...], over: Iterable[int]) -> Tenso
     return rows.reshape([len(rows), *[sizes.get(d, 1) for d in over]])
 
 
+def followed(rows: Tensor, size: int) -> Tensor:
+    """Of constants (rows, ...), those that go on in an axis of so many slices: of too many (the
+    channels of a whole feature map in one dimension), what a mask makes of them, and not what they
+    said in the mean."""
+    return rows if len(rows) * size <= _MOST else rows[:1]
+
+
 def remap(x: Channels, where: dict[int, int], shape: tuple[int, ...]) -> Channels:
     """``x`` with its dimensions in new places; an axis with one that is not in ``where`` ends."""
     axes = []
@@ -263,7 +271,7 @@ def compact(
     sizes = [units.size(d) for d in dims]
     if constant is None or old is None:
         return units[index].reshape(sizes), None
-    rows = constant.reshape(len(constant), -1)
+    rows = followed(constant.reshape(len(constant), -1), old.numel())
     rows = torch.cat([rows.new_full((len(rows), 1), torch.nan), rows], 1)
     heads = old[index]
     found = rows[:, heads.reshape(-1)].reshape(-1, *heads.shape)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .call import Call, Named
-from .channels import Axis, Channels, SourceAxis, laid_over
+from .channels import Axis, Channels, SourceAxis, followed, laid_over
 from .expected import Drawn, Masked
 from .recording import Trace
 from .spec import Spec
@@ -153,7 +153,10 @@ class Sayings(Walk):
         if not (product or all(map(_may_be_known, operands, touched))):
             return None, False
         sizes = [shape[d] for d in dims]
-        laid = [_laid(x, axes, dims) for x, axes in zip(operands, touched, strict=True)]
+        size = math.prod(sizes)
+        laid = [
+            followed(_laid(x, axes, dims), size) for x, axes in zip(operands, touched, strict=True)
+        ]
         rows = max(map(len, laid))
         unknown = None
         if any(map(_may_have_nan, laid)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxprune.channels import Axis, Channels, remap
+from fxprune.channels import Axis, Channels, followed, remap
 from fxprune.layout import broadcast_shape
 from fxprune.registry import register
 
@@ -56,6 +56,7 @@ def end_to_end(a, call, parts, dim):
     constant = None
     if any(axis is not None and axis.constant is not None for axis in ends):
         said = [constants(axis, u.shape, dims, mixed) for axis, u in zip(ends, units, strict=True)]
+        said = [followed(c, sum(u.numel() for u in units)) for c in said]
         rows = max(map(len, said))
         constant = torch.cat([c.expand(rows, *c.shape[1:]) for c in said], at + 1)
     result = Axis(dims, torch.cat(units, at), constant, border and not mixed)

@@ -426,3 +426,32 @@ def test_other_precisions(dtype):
     model = awake(residual()).to(dtype)
     small = fxprune.prune(model, X.to(dtype), bias="expected")
     assert next(small.parameters()).dtype == dtype
+
+
+def over_a_map(h, join):
+    """Channels beside positions in one dimension, as in the heads of a detector."""
+    flat = h.permute(0, 2, 3, 1).reshape(len(h), -1)
+    return torch.cat([flat, flat], 1) if join else flat
+
+
+@pytest.mark.parametrize("join", [False, True])
+def test_channels_of_a_large_map_in_one_dimension_say_what_a_mask_makes_of_them(join, monkeypatch):
+    """Draws of each slice would take gigabytes: constants go on alone."""
+
+    def build():
+        return awake(Net(
+            lambda s, x: s.last(F.softplus(over_a_map(F.softplus(s.norm(s.a(x))), join))),
+            a=nn.Conv2d(3, 8, 1), norm=nn.BatchNorm2d(8),
+            last=nn.Linear(8 * 144 * (1 + join), 3),
+        ))  # fmt: skip
+
+    model = build()
+    plain = fxprune.plan(model, X, bias="propagate")
+    drawn = fxprune.plan(model, X, bias="expected")
+    monkeypatch.setattr(fxprune.channels, "_MOST", (DRAWS + 1) * 8 * 144)
+    plan = fxprune.plan(model, X, bias="expected")
+    assert gone(plan, "a").tolist() == gone(plain, "a").tolist()
+    (shift,), (only_masked,), (in_the_mean,) = (p._folds.shifts for p in (plan, plain, drawn))
+    torch.testing.assert_close(shift.delta, only_masked.delta, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(shift.delta, in_the_mean.delta, rtol=1e-3)
+    masked_equals_pruned(plan, model, plan.apply(model), X)
