@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .errors import ModelError
 from .holding import content, inside
-from .inspecting import OWN, attributes_of, dotted, modules_of
+from .inspecting import ATOMS, OF_TORCH, OWN, attributes_of, dotted, modules_of
 from .near import global_names, methods_of_forward, package_of
 
 
@@ -78,11 +78,11 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for module in reversed(plain):  # parts first, as deepcopy does it
         state = {}
         for key, value in _state(module).items():
-            if type(value) in _ATOMS:
+            if type(value) in ATOMS:
                 state[key] = value
             elif key in OWN:
                 state[key] = {name: copy.deepcopy(part, memo) for name, part in value.items()}
-            elif key in _OF_TORCH and not value:  # hooks that nobody has set
+            elif key in OF_TORCH and not value:  # hooks that nobody has set
                 state[key] = type(value)()
             else:
                 state[key] = copy.deepcopy(value, memo)
@@ -90,8 +90,6 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return copy.deepcopy(model, memo)  # which the memo has, or whose class has a way of its own
 
 
-_ATOMS = frozenset((bool, int, float, str, type(None)))
-_OF_TORCH = frozenset(vars(nn.Module()))
 _state: Any = getattr(nn.Module, "__getstate__", vars)
 _WAYS = ("__reduce_ex__", "__reduce__", "__new__", "__getnewargs__", "__getnewargs_ex__",
          "__getstate__", "__deepcopy__")  # fmt: skip

@@ -36,16 +36,16 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(modules_of(model).values()))
 
 
-_OF_TORCH = frozenset(vars(nn.Module()))
-_SAYS_NOTHING = frozenset((bool, int, float, str, type(None)))
+OF_TORCH = frozenset(vars(nn.Module()))  # parameters, hooks, children
+ATOMS = frozenset((bool, int, float, str, type(None)))
 
 
 def attributes_of(module: nn.Module) -> list[tuple[str, Any]]:
     """What a module has besides its own parts, numbers and words: its attributes, and hooks."""
     return [
         (key, value) for key, value in vars(module).items()
-        if type(value) not in _SAYS_NOTHING
-        and (key not in _OF_TORCH or (value and key not in OWN))
+        if type(value) not in ATOMS
+        and (key not in OF_TORCH or (value and key not in OWN))
     ]  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from . import tree
 from .errors import SettingError
-from .inspecting import modules_of
+from .inspecting import parts_of
 
 # Running a model sets and draws what is the process's: modes, seeds, the code of modules' calls.
 LOCK = threading.RLock()
@@ -92,7 +92,7 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     into their containers while running, and the state of the random number generators. What a
     forward writes into parameters stays written, for a copy of all of them would be needed; those
     that it sets are set back. One thread at a time: some of this is the process's."""
-    modules = list(dict.fromkeys(modules_of(model).values()))
+    modules = parts_of(model)
     # Parameters, buffers, children and hooks are in dictionaries of their own, most of them empty.
     spaces: list[tuple[dict, dict]] = []
     lists: list[tuple[Any, list]] = []

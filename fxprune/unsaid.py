@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from . import tree
+from .inspecting import OF_TORCH
 from .sizes import TracedSize
 
 # What tells of sizes without saying of which.
@@ -44,7 +45,7 @@ class Kept:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._kept = [
             (name, value) for module in modules for name, value in vars(module).items()
-            if isinstance(value, (list, dict, set, deque)) and name not in _OF_TORCH
+            if isinstance(value, (list, dict, set, deque)) and name not in OF_TORCH
             and not (value and all(type(item) is int for item in value))  # sizes
         ]  # fmt: skip
         self._seen = self._inside()
@@ -61,6 +62,3 @@ class Kept:
             if len(old) != len(new) or not all(map(operator.is_, old, new)):
                 return name
         return ""
-
-
-_OF_TORCH = frozenset(vars(nn.Module()))  # parameters, hooks, children

@@ -56,7 +56,8 @@ def end_to_end(a, call, parts, dim):
     constant = None
     if any(axis is not None and axis.constant is not None for axis in ends):
         said = [constants(axis, u.shape, dims, mixed) for axis, u in zip(ends, units, strict=True)]
-        said = [followed(c, sum(u.numel() for u in units)) for c in said]
+        size = sum(u.numel() for u in units)
+        said = [followed(c, size) for c in said]
         rows = max(map(len, said))
         constant = torch.cat([c.expand(rows, *c.shape[1:]) for c in said], at + 1)
     result = Axis(dims, torch.cat(units, at), constant, border and not mixed)
