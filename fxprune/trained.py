@@ -53,7 +53,7 @@ class InTrainingAlone:
         training = self.trained() if left or returns else None
         # Some are used in neither mode: what they meet goes nowhere.
         own = set() if training is None else left & set(uses_of(training)) - _unused(training)
-        if training is None or not (own or returns):
+        if training is None or not (own or (returns and not _same_calls(trace, training))):
             return set(), None
         return own, discover(training, attention=self.attention)
 
@@ -112,6 +112,15 @@ def _returning(trace: Trace) -> list[nn.Module]:
         if not returned.isdisjoint(results):
             found.append(trace.modules[call.path])
     return found
+
+
+def _same_calls(a: Trace, b: Trace) -> bool:
+    """Whether two runs made the same calls of the same values."""
+
+    def told(node: fx.Node) -> tuple[str, ...]:
+        return node.op, node.name, str(node.target), str(node.args), str(node.kwargs)
+
+    return list(map(told, a.graph.nodes)) == list(map(told, b.graph.nodes))
 
 
 def _live(trace: Trace) -> set[fx.Node]:
