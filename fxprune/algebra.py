@@ -323,7 +323,7 @@ class Algebra(Meanings):
                 survivor = self._cut(call, axis, rest, [xs, ws])
                 if survivor is not None:
                     axes.append(survivor)
-        passed = [self.contraction_constants(call, axis, xs, ws, ended) for axis in axes]
+        passed = [self.contraction_constants(axis, xs, ws) for axis in axes]
         return remap(Channels(met.shape, tuple(passed)), result, shape)
 
     def _cut(self, call: Call, axis: Axis, rest: tuple[int, ...], operands) -> Axis | None:

@@ -35,8 +35,11 @@ def wrong_answers(replay: Resizing) -> Iterator[WrongAnswer]:
     for index, call in enumerate(replay.trace.calls):
         questions = (q for q in call.questions if q.function is not hash)
         for question in {q.key: q for q in questions}.values():
-            operands = tuple(at_new_widths(replay, operand) for operand in question.operands)
-            now = question.function(*operands)
+            try:
+                operands = tuple(at_new_widths(replay, operand) for operand in question.operands)
+                now = question.function(*operands)
+            except (ArithmeticError, ValueError):  # a division by a difference of widths, say
+                operands, now = question.operands, None
             if now != question.answer:
                 units = _units_of_numbers(replay, question.operands)
                 yield WrongAnswer(units, question, index, now, operands)

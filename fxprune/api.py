@@ -51,8 +51,12 @@ def prune(
         sparsity, ..., calibration_mode: those of :func:`fxprune.plan`.
         inplace: change ``model`` itself; an exception leaves it as it was.
         as_graph: return the pruned model as one :class:`torch.fx.GraphModule`, recorded from its
-            run on ``example_input`` (:func:`fxprune.trace`), for those who go on with fx passes.
-        verify: prove that the result computes what the masked model computes.
+            run on ``example_input`` (:func:`fxprune.trace`), for further fx passes.
+        verify: end with the proof: compare the outputs with those of the masked model.
+
+    Returns:
+        A pruned copy, of the model's class, or of a subclass with the same name where its code held
+        a size; ``model`` itself with ``inplace=True``; a graph with ``as_graph=True``.
 
     Raises:
         PruningError: and nothing has changed.

@@ -75,7 +75,7 @@ class BenchmarkResult:
 
     @property
     def efficiency(self) -> float | None:
-        """The speed-up beside the reduction in work: 1 where all saved work is saved time."""
+        """The speed-up divided by the reduction in MACs: 1 where all saved work is saved time."""
         return self.speed_up / self.reduction if self.reduction else None
 
     def _repr_html_(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,9 @@ from .spec import Spec
 if TYPE_CHECKING:
     from .algebra import Algebra
     from .pattern_types import Pattern
+
+# Arguments that PyTorch takes by names of NumPy's, too.
+NUMPYS = {"dim": ("axis",), "keepdim": ("keepdims",), "input": ("x", "a", "x1"), "other": ("x2",)}
 
 Roles = Mapping[str, tuple[int, ...]]  # role -> the dimensions of one axis
 
@@ -104,12 +107,13 @@ class Call:
         """An argument by position or name; a tensor as :class:`Channels`."""
         if position < len(self.args):
             return self.args[position]
-        return self.kwargs.get(name, default)
+        return _named(self.kwargs, name, default)
 
     def recorded(self, position: int, name: str, default: Any = None) -> Any:
         """An argument as it was when the run was recorded; tensors as their specs."""
         node = self.node
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
+        given = position < len(node.args)
+        value = node.args[position] if given else _named(node.kwargs, name, default)
         return fx.node.map_arg(value, lambda n: n.meta["spec"])
 
     def channels(self, position: int = 0, name: str = "input") -> Channels:
@@ -134,19 +138,26 @@ class Call:
     def replay(self, replacements: Sequence[Tensor]) -> Tensor:
         """The call on other tensors in the place of its tensor arguments, in their order."""
         tensors = iter(replacements)
-
-        def swap(value: Any) -> Any:
-            if isinstance(value, (Channels, Named)):
-                return next(tensors)
-            if isinstance(value, (tuple, list, dict, slice)):
-                return tree.rebuild(value, swap)
-            return value
-
-        return self.run(swap(self.args), swap(self.kwargs))
+        return self.run(filled_in(self.args, tensors), filled_in(self.kwargs, tensors))
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """The call on real arguments."""
         return run_node(self.node, self.module, args, kwargs)
+
+
+def filled_in(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """Arguments of a call with the next of ``tensors`` in the place of each of theirs."""
+    if isinstance(value, (Channels, Named)):
+        return next(tensors)
+    if isinstance(value, (tuple, list, dict, slice)):
+        return tree.rebuild(value, lambda child: filled_in(child, tensors))
+    return value
+
+
+def _named(kwargs: Mapping[str, Any], name: str, default: Any) -> Any:
+    if name not in kwargs:
+        name = next((other for other in NUMPYS.get(name, ()) if other in kwargs), name)
+    return kwargs.get(name, default)
 
 
 def node_name(node: fx.Node) -> str:

@@ -28,6 +28,7 @@ from .rewrite import apply_with_journal
 from .running import on_cpu, outputs
 from .select import Choice
 from .settings import Settings, checked
+from .settled import settled_error
 
 
 @on_cpu()
@@ -63,12 +64,15 @@ def compact(
     plan = plan_compact(plain, example_input, ignore=ignore, patterns=patterns)
     small, _ = apply_with_journal(plan, plain, inplace=False, folds=plan._folds)
     if verify:
-        pairs = (outputs(m, example_input) for m in (model, small))
-        error = largest_error(*pairs)
-        if not error <= tolerance(model):
+
+        def compared() -> float:
+            return largest_error(*(outputs(m, example_input) for m in (model, small)))
+
+        error, allowed = compared(), tolerance(model)
+        if not error <= allowed and settled_error(model, compared, allowed) is None:
             raise ProofError(
                 f"the compact {type(model).__name__} differs from the model by {error:.2g} "
-                f"(relative; {tolerance(model):.0e} is allowed). Nothing was changed. Please "
+                f"(relative; {allowed:.0e} is allowed). Nothing was changed. Please "
                 "report the model; ignore= its layers to go on."
             )
     return small

@@ -92,7 +92,9 @@ class Discover(Sayings):
         self._by_key: dict[tuple, SourceAxis] = {}
         self._by_name: dict[str, list[int]] = {}  # of a tensor, its axes among the sources
         self._kernels: list[tuple[str, set[int], Call]] = []
-        self._settled = True  # no slice has spoken that has another role now
+        # False once a parameter changed its role after its constants had been read: those of this
+        # walk are stale then, and are followed again.
+        self._settled = True
         self._used_bare: dict[int, int] = {}  # those that are used bare, by first label
         # Why a computed tensor cannot be set, "" where it can or is a tensor of the model itself.
         self._computed: dict[str, str] = dict.fromkeys(trace.names.values(), "")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from .channels import SourceAxis
 from .constants import Constants, Read
@@ -94,7 +94,6 @@ def folds(
     constants: Constants,
     carriers: np.ndarray,
     classes: np.ndarray,
-    model: nn.Module,
     *,
     bias: str | None,
     exact: bool,
@@ -134,7 +133,7 @@ def folds(
         constant = sink = norm = variances = None
         if masks.some_nonzero:
             constant = masks.said.masked_fill(~masks.nonzero, 0.0)
-            sink = _sink(result, constants, read, masks, constant, model, exact, classes)
+            sink = _sink(result, constants, read, masks, constant, exact, classes)
         if masks.some_spread and len(calls) == 1:
             norm = _measuring(constants, read)
         if norm and read.variance is not None:
@@ -155,8 +154,8 @@ def folds(
 
 @dataclass
 class _Masks:
-    """Of the slices of an axis: who is gone, what was ``said`` of a ``nonzero`` constant, and who
-    stays to carry it."""
+    """For each slice of an axis: whether it is gone (not kept as a carrier), whether it is alive or
+    a carrier, what it said to the layer, and whether that is known and not zero."""
 
     gone: Tensor
     alive: Tensor
@@ -288,7 +287,6 @@ def _sink(
     read: Read,
     masks: _Masks,
     constant: Tensor,
-    model: nn.Module,
     exact: bool,
     classes: np.ndarray,
 ) -> tuple[str, str, str, float] | None:
@@ -303,7 +301,7 @@ def _sink(
         result.drop(read.axis, masks.nonzero)
         result.notes.append((read.call.name, "a constant differs by position here: dropped"))
         return None
-    sink = sink_of(constants, read, model)
+    sink = sink_of(constants, read)
     if sink is None or read.border or masks.some_moved:
         result.drop(read.axis, masks.nonzero)
     if sink is None:
@@ -331,7 +329,7 @@ def _carry(read: Read, constant: Tensor, alive: Tensor, classes: np.ndarray) -> 
     return Carry(read.axis, best, factors.reshape(constant.shape))
 
 
-def sink_of(constants: Constants, read: Read, model: nn.Module):
+def sink_of(constants: Constants, read: Read):
     """(module path, attribute, tensor name, factor) of what can take a constant, or None."""
     call = read.call
     pattern = call.pattern
@@ -374,7 +372,5 @@ def _absorbing_norm(constants: Constants, call):
     pattern = constants.trace.pattern(users[0])
     if pattern is None or pattern.absorb is None or constants.trace.calls_of[path] != 1:
         return None
-    buffer = getattr(constants.trace.modules[path], pattern.absorb, None)
-    if buffer is None:
-        return None
-    return path, pattern.absorb, constants.trace.names[id(buffer)], -1.0
+    buffer = constants.member(replace(call, path=path), pattern.absorb)
+    return None if buffer is None else (path, pattern.absorb, buffer.name, -1.0)

@@ -27,14 +27,15 @@ def call_hooked(original: Callable, m: nn.Module, *args: Any, **kwargs: Any) -> 
         alive.append((given, named, result))
         return result
 
-    own = dict(vars(m))
+    own = vars(m).get("forward")
     before = _identities((args, kwargs))
     vars(m)["forward"] = noted
     try:
         result = original(m, *args, **kwargs)
     finally:
         vars(m).pop("forward")
-        vars(m).update(own)
+        if own is not None:
+            vars(m)["forward"] = own
     if inside != [before, _identities(result)]:
         raise HooksAct
     return result

@@ -42,6 +42,11 @@ def by_dimension(replay: Replay, relations: Relations) -> dict[str, dict[int, Te
     return result
 
 
+def same_indices(a: dict[int, Tensor], b: dict[int, Tensor]) -> bool:
+    """Whether two tensors keep the same of themselves, wherever the indices lie."""
+    return a.keys() == b.keys() and all(torch.equal(a[dim].cpu(), b[dim].cpu()) for dim in a)
+
+
 def composed(old: dict[int, Tensor], new: dict[int, Tensor], rows: int) -> dict[int, Tensor]:
     """What of a tensor is left after two cuts, each as :func:`by_dimension` gives it; the tensor
     has ``rows`` rows between them."""

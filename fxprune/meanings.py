@@ -139,9 +139,7 @@ class Meanings:
         """What operands of one number come to."""
         return None
 
-    def contraction_constants(
-        self, call: Call, axis: Axis, x: Channels, w: Channels, ended: set[int]
-    ) -> Axis:
+    def contraction_constants(self, axis: Axis, x: Channels, w: Channels) -> Axis:
         """An axis of a product of ``x`` and ``w`` that is summed over the dimensions ``ended``."""
         return axis
 
@@ -175,7 +173,7 @@ class Meanings:
     def needs_zero(self, call: Call, x: Channels, dims: Iterable[int]) -> None:
         """Dead slices of ``x`` along ``dims`` have to hold 0 for the call to be as masked."""
 
-    def levelled(self, call: Call, x: Channels, y: Channels, dims: Iterable[int]) -> Channels:
+    def levelled(self, x: Channels, y: Channels) -> Channels:
         """``y``, a reduction of ``x`` over ``dims`` that leaves a constant map's constant."""
         return y
 
@@ -201,7 +199,7 @@ class Meanings:
         are what :meth:`Call.tensor` gives."""
         return y
 
-    def keep_rows(self, x: Channels, dim: int, item: Any) -> None:
+    def keep_rows(self, x: Channels, dim: int) -> None:
         """A part of ``x`` is read by position along ``dim``: of a cut axis no row there goes."""
         axis = x.axis(dim)
         if axis is not None and len(axis.dims) > 1:

@@ -181,5 +181,5 @@ class Mending:
         if alone.size:  # what is wrong here has been set for them
             units = alone
         elif not units.size:  # an attribute of its own: it was set for these
-            units = np.concatenate([u for found in self.set_for.values() for u in found])
+            units = np.concatenate([units, *(u for found in self.set_for.values() for u in found)])
         return Unfit(units, f"{fault.words}, and {why}", place, fault.line)

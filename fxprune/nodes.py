@@ -59,10 +59,11 @@ class Nodes:
         self._held_in: dict[int, list[torch.Tensor]] = {}  # by memory
         for _, _, own, memory in self._held:
             self._held_in.setdefault(memory, []).append(own)
-        self._parameters = {
-            _memory(p): p for module in modules.values() for p in module._parameters.values()
-            if p is not None and p.layout == torch.strided
-        }  # fmt: skip
+        # By memory, which those of a recurrent layer share on a GPU; and what they are at first.
+        self._parameters: dict[int, list[tuple[nn.Parameter, torch.Tensor]]] = {}
+        for p in [p for module in modules.values() for p in module._parameters.values()]:
+            if p is not None and p.layout == torch.strided:
+                self._parameters.setdefault(_memory(p), []).append((p, p.data))
         self.written: set[str] = set()  # those that it writes to
         self.constants: dict[str, Any] = {}
         self.kept_whole: list[tuple[fx.Node, str, str]] = []
@@ -305,9 +306,10 @@ class Nodes:
         for space, key, own, memory in self._held:
             if space.get(key) is not own or _memory(own) != memory:
                 self._written(own, "")
-        for memory, parameter in self._parameters.items():
-            if _memory(parameter) != memory:
-                self._written(parameter, "")
+        for memory, parameters in self._parameters.items():
+            for parameter, before in parameters:  # which may only have moved (flatten_parameters)
+                if _memory(parameter) != memory and not torch.equal(parameter, before):
+                    self._written(parameter, "")
         read = {node.target: node for node in self.graph.nodes if node.op == "get_attr"}
         for kept, place in kept_besides(self._modules).items() if read else ():
             node = read.get(self.named.get(kept, ""))
@@ -346,8 +348,7 @@ class Nodes:
         storage = _memory(changed)
         for own in self._held_in.get(storage, ()):
             self._written(own, where())
-        parameter = self._parameters.get(storage)
-        if parameter is not None:
+        for parameter, _ in self._parameters.get(storage, ()):
             self.written.add(self.named[id(parameter)])
             others = (*node.args[1:], *node.kwargs.values())
             if any(self._comes_from(other, self.named[id(parameter)]) for other in others):
@@ -365,8 +366,8 @@ class Nodes:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Which storage it lies in, alone or with others."""
-    return tensor.untyped_storage()._cdata
+    """Which storage it lies in, alone or with others; sparse ones have none."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else -id(tensor)
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from .channels import SourceAxis
 from .errors import SettingError, warn
 from .hooked import parametrized
 from .inspecting import read_attribute
-from .kept import shrink
+from .kept import same_indices, shrink
 from .mask import parametrizations
 from .rewrite import Journal, memory_format
 
@@ -148,17 +148,13 @@ class _Cut:
             if all(n == shape[d] or (n == 1 and value.dim() == len(shape))
                    for n, d in zip(value.shape, dims, strict=True))
         ]  # fmt: skip
-        if not ways or not all(_same(way, ways[0]) for way in ways[1:]):
+        if not ways or not all(same_indices(way, ways[0]) for way in ways[1:]):
             return None
         for dim, index in ways[0].items():
             if index.dim() > 1:
                 return None
             value = value.index_select(dim, index.to(value.device))
         return value
-
-
-def _same(a: dict[int, Tensor], b: dict[int, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[dim], b[dim]) for dim in a)
 
 
 def install(found: Cuts, journal: Journal) -> None:

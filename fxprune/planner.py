@@ -30,7 +30,8 @@ from .scope import MOST, Contender, fractions, structure, work_of
 from .select import Choice, keep_count
 from .settings import Settings, matches
 
-_ROUNDS = 50  # of freezing what turned out not to fit; each freezes at least one group
+# Each round freezes a group or, in a Compactor, units of one; with a budget, a few do neither.
+_ROUNDS = 50
 
 
 class Planner:
@@ -75,14 +76,14 @@ class Planner:
 
     def plan(self) -> PruningPlan:
         self._ask()
-        for _ in range(_ROUNDS):
+        for _ in range(_ROUNDS + len(self.removed)):
             self._divide()
             mended = self._attempt()
             if mended is not None and self._is_met(mended):
                 self.relations.quieten()
                 self._explain_whole()
                 return assemble(self, mended)
-        raise AssertionError("freezing did not come to an end")  # each round freezes a group
+        raise AssertionError("freezing did not come to an end")
 
     def _ask(self) -> None:
         """Which groups can lose units, and how these score."""
@@ -308,7 +309,7 @@ class Planner:
 
     def _folded(self, constants: Constants) -> Folds:
         return folds(
-            constants, self.carriers, self.relations.classes, self.trace.model,
+            constants, self.carriers, self.relations.classes,
             bias=self.settings.bias, exact=self.settings.exact,
         )  # fmt: skip
 

@@ -59,11 +59,11 @@ def plan(
         model: any module that runs on ``example_input``.
         example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
         sparsity: the fraction of units that each group loses, in [0, 1); or a mapping from module
-            name (globs allowed) or module type to a fraction. Layers that a mapping does not match
-            stay whole, with all that is coupled to them. A layer whose inputs and outputs both
-            lose s of their units keeps (1 - s)² of its parameters and multiply-accumulates. By
-            default 0.5.
-        target: what is to be left, instead: ``fxprune.Target(params=0.5)``, ``macs`` or
+            name (globs allowed), module or module type to a fraction, of which the first that
+            matches counts. Layers that a mapping does not match stay whole, with all that is
+            coupled to them. A layer whose inputs and outputs both lose s of their units keeps
+            (1 - s)² of its parameters and multiply-accumulates. By default 0.5.
+        target: how much is to be left, instead: ``fxprune.Target(params=0.5)``, ``macs`` or
             ``latency``. ``plan.target`` says what was asked and got.
         ignore: module names, globs, types or modules whose output channels all stay.
         importance: what scores units; the lowest go. A name (``"l2"``, ``"l1"``, ``"lamp"``,
@@ -72,33 +72,32 @@ def plan(
             or globs to these or to scores. With ``calibration``, ``"reconstruction"`` keeps the
             units from which the layers behind can best predict the others
             (:mod:`fxprune.calibration.reconstruction`).
-        scope: ``"local"``: every group loses the same fraction. ``"global"``: all units of all
-            groups compete by their scores, and that fraction of all of them goes; with
-            ``importance="reconstruction"`` groups lose more or less of their units, where it
-            predicts the least error, for as many multiply-accumulates as ``"local"`` would leave.
-            ``"isomorphic"``: the units of groups with the same structure compete (arXiv
-            2407.04616). Groups that a mapping of ``sparsity`` names lose its fraction in any case.
+        scope: ``"local"``: every group loses the same fraction. ``"global"``: all units are ranked
+            together, and that fraction of all of them goes; with ``importance="reconstruction"``
+            fractions are chosen for the least predicted error at the multiply-accumulates that
+            ``"local"`` would leave. ``"isomorphic"``: units of groups of the same structure are
+            ranked together (arXiv 2407.04616). Groups that a mapping of ``sparsity`` names lose its
+            fraction in any case.
         min_width: no group is left with fewer units than this: a number of them, a fraction in
             (0, 1], or a mapping from module name, glob or type to one of these.
         max_sparsity: no group loses more than this fraction of its units; or such a mapping. By
             default 0.9, and any with ``scope="local"``.
         round_to: kept widths are multiples of this where they shrink at all; in channels, also
-            where they go several at a time (heads). ``"auto"``: what the device works well with
+            where they go several at a time (heads). ``"auto"``: what suits the device
             (:func:`fxprune.budgets.rounding.preferred`).
-        bias: ``"expected"`` moves what removed channels said in the mean, as far as batch norms
-            tell (:mod:`fxprune.expected`), into the layers that read them; the masked model says
-            the same. ``"propagate"`` moves what they still emit when a mask takes their weights
-            and leaves their biases; ``"drop"`` has them contribute nothing. By default
-            ``"expected"``, with ``exact=True`` ``"propagate"``.
-        exact: keep one masked channel as a carrier where zero padding would make a moved constant
+        bias: what happens to the constant of a removed channel. ``"expected"``: its mean output,
+            estimated from batch norms (:mod:`fxprune.expected`), is added in the layers that read
+            it, in the masked model, too. ``"propagate"``: what it outputs with zero weights and its
+            bias is added. ``"drop"``: nothing is added. By default ``"expected"``, with
+            ``exact=True`` ``"propagate"``.
+        exact: keep one masked channel as a carrier where zero padding would make a folded constant
             wrong at the border.
         attention: cut attention into whole ``"heads"`` or into ``"head_dim"`` slices.
-        outputs: names of the entries of the mapping or dataclass that the model returns which have
-            to stay as they are (``"logits"``), or their places in a tuple (``0``, where hidden
-            states come behind); by default all that it returns keeps its width.
+        outputs: which returned values have to keep their width: keys of a mapping or dataclass
+            (``"logits"``) or positions in a tuple (``0``); by default all.
         patterns: made by :func:`fxprune.pattern`, which hold for this call only, before any others.
         calibration: an iterable of inputs without labels, or of ``(input, label)``, whose labels
-            are not used. What the channels that go said is predicted from those that stay, and
+            are not used. The outputs of removed channels are predicted from the kept ones, and
             folded into the layers that read them.
         calibration_batches: how many of them to take; by default all.
         calibration_mode: ``"sequential"`` goes through the layers one by one, each in the model

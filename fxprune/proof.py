@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .errors import ProofError, PruningError, warn
+from .errors import ProofError, PruningError
 from .probe import SOURCE
 from .reference import reference
 from .running import on_cpu, outputs
-from .settled import LEVELS, Settled
+from .settled import settled_error
 from .spec import Spec
 
 # Relative to the largest value of an output; rounding differs with the order of sums.
@@ -71,16 +71,8 @@ def prove(plan: Any, model: nn.Module, small: nn.Module, example_input: Any) -> 
     error = _compared(plan, model, small, example_input)
     if error <= allowed:
         return error
-    drawn, settled = False, 0.0
-    for level in LEVELS:
-        with Settled(level) as mode:
-            settled = max(settled, _compared(plan, model, small, example_input))
-        drawn = drawn or mode.drawn
-    if drawn and settled <= allowed:
-        warn(
-            f"{type(model).__name__} draws random numbers as it runs, for each channel: masked and "
-            "pruned model draw others. They were compared with one number in place of all"
-        )
+    settled = settled_error(model, lambda: _compared(plan, model, small, example_input), allowed)
+    if settled is not None:
         return settled
     layer = first_difference(plan, plan.mask(model), small, example_input, allowed)
     where = f" The first layer that differs is {layer}." if layer else ""
@@ -164,7 +156,7 @@ def first_difference(
             continue
         old, new = plan._relations.values[node], plan._replay.values[node]
         wide = expected.pop(path)
-        for dim, order in plan._replay.positions_kept(node, old, new):
+        for dim, order in plan._replay.positions_kept(old, new):
             wide = wide.index_select(dim, order.to(wide.device))
         if largest_error([wide], [found[path]]) > allowed:
             return path

@@ -18,7 +18,7 @@ from .errors import ModelError, PlanError, PruningWarning, SettingError, warn
 from .fold import Folds
 from .importance import resolve
 from .inspecting import count_parameters, read_attribute
-from .kept import composed
+from .kept import composed, same_indices
 from .mask import is_masked
 from .optimizer_state import check_optimizers, cuts, install, regroup
 from .owed import Owed, Widths, since
@@ -62,10 +62,11 @@ class Pruner:
             if i % 100 == 99:
                 pruner.step()
 
-    The parameters stay the same objects, with less in them, so they keep their place in the groups
-    of the optimizers, and what refers to them goes on: learning rate schedules, gradient scalers,
-    averages. What the optimizers hold of each parameter is cut by the same indices, so training
-    goes on as if the units had never been there. An exception leaves everything as it was.
+    The parameters stay the same objects and get smaller tensors, so they keep their place in the
+    groups of the optimizers, and whatever refers to them still works: learning rate schedules,
+    gradient scalers, averages. What the optimizers hold of each parameter is cut by the same
+    indices, so training goes on as if the units had never been there. An exception leaves
+    everything as it was.
 
     Args:
         model: it shrinks in place.
@@ -83,8 +84,9 @@ class Pruner:
         verify: prove each step, as :func:`fxprune.prune` does, before anything changes.
         settings: those of :func:`fxprune.plan`, used at each step for a new plan of the model as it
             is. A sparsity counts the units that a group had before the first step; with a ``scope``
-            in which groups lose more or less, it is what all have lost together. A ``target`` is
-            neared from the original: half of the way where the schedule has half of its sparsity.
+            in which groups lose more or less, it is what all have lost together. With a ``target``
+            the reduction follows the schedule: half of it is done where the schedule has half of
+            its sparsity.
 
     Attributes:
         kept: for each tensor that has changed, ``{dim: LongTensor}`` of the indices that are left
@@ -258,8 +260,8 @@ class Pruner:
         return new
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to make a new copy of the model as small as this one: what was chosen at
-        each step, not the weights. It can be loaded with ``torch.load(weights_only=True)``."""
+        """The choices of each step, without weights: loading it makes a fresh model as small as this.
+        It can be read with ``torch.load(weights_only=True)``."""
         kept = {name: dict(dims) for name, dims in self.kept.items()}
         history = [asdict(step) for step in self.history]
         return {"choices": list(self._choices), "history": history, "kept": kept}
@@ -295,7 +297,9 @@ class Pruner:
                     folds = [Folds() for _ in self._models]  # constants come with the weights
                     self._commit(made, folds, choice["biases"], journal)
                     widths = widths.after(made)
-                if not _same(kept, state["kept"]):
+                then = state["kept"]
+                same = kept.keys() == then.keys()
+                if not same or not all(same_indices(kept[name], then[name]) for name in kept):
                     raise PlanError("other channels are left than were then")
         except (PlanError, Malformed) as error:
             raise PlanError(
@@ -366,11 +370,3 @@ def _unwrapped(other: nn.Module, model: nn.Module) -> nn.Module:
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: p.shape for name, p in model.named_parameters()}
-
-
-def _same(a: dict[str, dict[int, Tensor]], b: dict[str, dict[int, Tensor]]) -> bool:
-    return a.keys() == b.keys() and all(
-        a[name].keys() == b[name].keys()
-        and all(torch.equal(a[name][dim], b[name][dim]) for dim in a[name])
-        for name in a
-    )

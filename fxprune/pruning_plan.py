@@ -46,6 +46,8 @@ class ChannelGroup:
         removed: LongTensor of the units that go, by position among the leading layer's channels.
         importance: one score a unit, or None where none was asked for.
         frozen: why the group stays whole, or None.
+        line: the place in the model's source that keeps it whole, where it is known.
+        carriers: LongTensor of masked units that stay (``exact=True``).
         approximate: calls that count the channels (a layer norm over them), for which the pruned
             model equals the masked one only when the norm counts the kept channels alone.
     """
@@ -80,7 +82,10 @@ class PruningPlan:
             the order they take: ascending, except behind a shuffle. For the input channels of a
             grouped convolution, whose groups may keep different ones, the tensor has a row a group.
         fusions: runs of nodes (``conv-act-conv``) by name.
-        skipped: ``(what, reason)`` of each layer that stays whole.
+        skipped: ``(what, reason)`` of each layer whose output channels all stay.
+        settings: those that the plan was made with.
+        notes: ``(layer or call, text)`` of what is not exact: constants that could not be folded,
+            or were folded at a padded border, calls that were tried out.
         attributes: attributes of the model's own modules that will be set.
         code: modules whose forward is written anew, with its source, because it holds sizes.
         target: what was asked for and got, where a target was given.
@@ -290,7 +295,7 @@ class PruningPlan:
         """
         constants = self.constants(model, telling=self._telling)
         found = folds(
-            constants, self._carriers, self._relations.classes, model,
+            constants, self._carriers, self._relations.classes,
             bias=self.settings.bias, exact=self.settings.exact, skip=skip or self._mixes,
         )  # fmt: skip
         if mixes and not skip:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -224,12 +224,7 @@ class Reading:
             if not isinstance(spec, Spec):
                 return value
             names = self.names.get(key, [])
-            shape = self.shapes[key] if key else spec.shape
-            if key:
-                shape = tuple(
-                    n - 1 if name in fewer and n > 1 else n
-                    for n, name in zip(shape, names, strict=True)
-                )
+            shape = self._shortened(key, fewer) if key else spec.shape
             if key in given:
                 t = given[key].expand(shape).clone()
             elif spec.dtype.is_floating_point:
@@ -240,10 +235,7 @@ class Reading:
             return (t if whole else t.reshape(spec.shape)).to(spec.dtype).to(device)
 
         args, kwargs = fx.node.map_arg((call.node.args, call.node.kwargs), argument)
-        shape = tuple(
-            n - 1 if name in fewer and n > 1 else n
-            for n, name in zip(self.shapes[i], self.names[i], strict=True)
-        )
+        shape = self._shortened(i, fewer)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             try:
@@ -253,6 +245,11 @@ class Reading:
         y = y if isinstance(y, Tensor) else list(tree.tensors(y))[self.numbers.index(i)]
         y = y.double().cpu()
         return y if y.dim() == len(shape) else y.reshape(shape)
+
+    def _shortened(self, key: Any, fewer: Container[str]) -> tuple[int, ...]:
+        """A shape with a slice less of the dimensions that are called so."""
+        pairs = zip(self.shapes[key], self.names[key], strict=True)
+        return tuple(n - 1 if name in fewer and n > 1 else n for n, name in pairs)
 
     def _call(self, args: Any, kwargs: Any, replaced: dict[str, Tensor]) -> Any:
         call, a = self.call, self.a

@@ -227,7 +227,8 @@ class Recorder(TorchFunctionMode):
         if name == "__len__":
             return self._read_length(func, args)
         if name in ("numel", "nelement"):
-            return sizes.traced_size(self.nodes.tensor(args[0]), args[0].shape).numel()
+            x = args[0] if args else kwargs["input"]
+            return sizes.traced_size(self.nodes.tensor(x), x.shape).numel()
         if name == "item" and self.nodes.number(args[0]) is not args[0]:
             return self.nodes.number(args[0])
         if name in READ_PAST_SIZES:
@@ -341,12 +342,24 @@ class Recorder(TorchFunctionMode):
         self, node: fx.Node, run: Callable, args: Any, kwargs: Any, value: Any
     ) -> Pattern | None:
         """What probing says of a call, once for all calls on tensors of the same shapes."""
-        key = ("probed", node.op, node.target, repr(spec((args, kwargs))))
+        target = node.target
+        name = op_name(target) or getattr(target, "__name__", str(target))
+        said = spec((args, kwargs))
+        if _has_objects((args, kwargs), said):  # which may be others at the next call
+            return probe(name, run, args, kwargs, value)
+        key = ("probed", node.op, target, repr(said))
         if key not in self._probes:
-            self._probes[key] = probe(
-                op_name(node.target) or str(node.target), run, args, kwargs, value
-            )
+            self._probes[key] = probe(name, run, args, kwargs, value)
         return self._probes[key]
+
+
+def _has_objects(value: Any, said: Any) -> bool:
+    """Whether anything is in a value that its spec does not tell apart."""
+    if isinstance(value, dict):
+        return any(_has_objects(item, said[key]) for key, item in value.items())
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_objects, value, said))
+    return said is None and value is not None
 
 
 def _tensors(m: nn.Module) -> list[Any]:

@@ -46,7 +46,9 @@ class Trace:
     calls: list[ModuleCall]
     constants: dict[str, Any]
     called: set[str]  # paths of all modules that ran
-    names: dict[int, str]  # id of a tensor of the model -> its name
+    # id of a tensor of the model -> its name, as it was recorded. A model that has been moved since
+    # has other buffers: after planning go by what a module's members are called.
+    names: dict[int, str]
     kept_whole: list[tuple[fx.Node, str, str]]  # (tensor, why nothing of it can go, where)
     # Parameters that the run writes to (weight.data.mul_(mask)): they are cut, but what they hold
     # is the model's affair.

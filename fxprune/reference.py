@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from . import tree
-from .call import Named
+from .call import filled_in
 from .channels import Channels
 from .inspecting import read_attribute
 from .running import bind_inputs, evaluating, outputs, run_node
@@ -76,14 +76,7 @@ class Counting:
             [self._narrow(n, t) for n, t in zip(tensor_nodes(node), tensors, strict=True)]
         )
 
-        def swap(value: Any) -> Any:
-            if isinstance(value, (Channels, Named)):
-                return next(narrow)
-            if isinstance(value, (tuple, list, dict, slice)):
-                return tree.rebuild(value, swap)
-            return value
-
-        args, kwargs = (swap(v) for v in self._replay.calls[node])
+        args, kwargs = (filled_in(v, narrow) for v in self._replay.calls[node])
         module = self._small.get_submodule(str(node.target)) if node.op == "call_module" else None
         result = run_node(node, module, args, kwargs)
         said, new = self._constants.at(node), self._replay.values[node]
@@ -97,7 +90,7 @@ class Counting:
         old, new = (v.values[node] for v in (self._constants, self._replay))
         if not isinstance(old, Channels):  # a parameter: take the pruned model's own
             return read_attribute(self._small, str(node.target))
-        for dim, order in self._replay.positions_kept(node, old, new):
+        for dim, order in self._replay.positions_kept(old, new):
             value = value.index_select(dim, order.to(value.device))
         return value
 
@@ -121,7 +114,7 @@ class Counting:
             shape[dim] = len(kept)
             wide = torch.nan_to_num(constant).to(result).reshape(shape)
             wide = wide.expand([len(kept) if d == dim else n for d, n in enumerate(result.shape)])
-            positions = dict(self._replay.positions_kept(node, full, new))[dim]
+            positions = dict(self._replay.positions_kept(full, new))[dim]
             result = wide.clone().index_copy(dim, positions.to(result.device), result)
         return result
 

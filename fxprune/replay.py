@@ -111,9 +111,7 @@ class Replay(Resizing):
         at_nodes = [fault for node in self.trace.graph.nodes for fault in self.found.get(node, ())]
         return [*at_nodes, *wrong_answers(self)]
 
-    def positions_kept(
-        self, node: fx.Node, old: Channels, new: Channels
-    ) -> list[tuple[int, Tensor]]:
+    def positions_kept(self, old: Channels, new: Channels) -> list[tuple[int, Tensor]]:
         """For each dimension of a value that shrinks, the old positions that stay, in order.
 
         Only of axes that cover one dimension: what counts channels sees no cut ones ragged.

@@ -8,6 +8,10 @@ from typing import Any
 _WIDTH = 100
 
 
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def table(plan: Any) -> str:
     """Each group with its layers, width before and after, importance and why it stays."""
     from rich import box  # here: a plan that is not printed need not wait for it
@@ -41,8 +45,8 @@ def table(plan: Any) -> str:
     console.print(view)
     pruned = sum(len(g.removed) > 0 for g in plan.groups)
     console.print(
-        f"{pruned} groups pruned, {len(plan.kept)} tensors change; "
-        f"{len(plan.skipped)} layers stay whole (plan.skipped says why)"
+        f"{_number(pruned, 'group')} pruned, {_number(len(plan.kept), 'tensor')} changed; "
+        f"{_number(len(plan.skipped), 'layer')} with all outputs kept (plan.skipped says why)"
     )
     if plan.target is not None:
         console.print(str(plan.target))
@@ -52,8 +56,9 @@ def table(plan: Any) -> str:
     if errors:
         worst = max(errors, key=errors.__getitem__)
         console.print(
-            f"calibrated: layers that read {worst} are off by {errors[worst] ** 0.5:.1%} of their "
-            f"output's spread, the others by less; the last one by {plan.last_error**0.5:.1%}"
+            f"calibrated: predicted error of the layers that read {worst!r}: "
+            f"{errors[worst] ** 0.5:.1%} of the standard deviation of their outputs (the largest); "
+            f"of the last layer: {plan.last_error**0.5:.1%}"
         )
     for name, value in plan.attributes.items():
         console.print(f"{name} becomes {value}")

@@ -113,7 +113,15 @@ class Resizing(Orders):
             return (source.shape if isinstance(source, Channels) else self.tensor_shape(source))[
                 dim
             ]
-        return node.target(*args) if callable(node.target) else node.meta["spec"]
+        if not callable(node.target):
+            return node.meta["spec"]
+        try:
+            return node.target(*args)
+        except (ArithmeticError, ValueError) as error:  # a division by a difference of widths, say
+            units = torch.from_numpy(self.units_around(node))
+            raise Mismatch(
+                units, "the code cannot compute its sizes from what is left", None
+            ) from error
 
     def groups_of(self, weight: Named, old: int) -> int:
         axes = self._by_name.get(weight.name)

@@ -275,7 +275,8 @@ def memory_format(tensor: Tensor) -> torch.memory_format:
 
 
 def _install(change: Change, model: nn.Module, journal: Journal, *, in_place: bool) -> None:
-    """The commit. Only assignments, in an order in which each can be undone."""
+    """The commit. What is assigned is in the journal, which can undo it; what the ``refresh`` of a
+    pattern derives from the tensors is not, and comes last."""
     if in_place:
         for name, new in change.tensors.items():
             journal.data(read_attribute(model, name), new)

@@ -91,7 +91,13 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     Afterwards all is as it was: flags, buffers, whatever the modules have set on themselves or put
     into their containers while running, and the state of the random number generators. What a
     forward writes into parameters stays written, for a copy of all of them would be needed; those
-    that it sets are set back. One thread at a time: some of this is the process's."""
+    that it sets are set back. Other threads wait: some of this is the process's, and what is noted
+    during another's run would be that run's."""
+    with LOCK:
+        yield from _evaluating(model, training)
+
+
+def _evaluating(model: nn.Module, training: bool) -> Iterator[None]:
     modules = parts_of(model)
     # Parameters, buffers, children and hooks are in dictionaries of their own, most of them empty.
     spaces: list[tuple[dict, dict]] = []
@@ -121,7 +127,7 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     memories = [(p, p.data) for p in parameters if p.layout == torch.strided]
     devices = {p.device.index for p in parameters if p.device.type == "cuda"}
     device = _users_device.get() or contextlib.nullcontext()
-    with LOCK, _seeds(sorted(d for d in devices if d is not None)), device:
+    with _seeds(sorted(d for d in devices if d is not None)), device:
         fast_path = torch.backends.mha.get_fastpath_enabled()
         for m in modules:
             parts = any(part is not None for part in m._modules.values())
@@ -147,7 +153,7 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
                     if buffer.layout != torch.strided:
                         same = version is not None and buffer._version == version
                     else:  # no version tells of writes through ``.data``, or of norms that train
-                        if buffer.data_ptr() != memory.data_ptr():
+                        if buffer.data_ptr() != memory.data_ptr() or buffer.shape != memory.shape:
                             buffer.data = memory
                         same = _alike(buffer, values)
                     if not same:
@@ -171,7 +177,7 @@ def _seeds(devices: Sequence[int]) -> Iterator[None]:
 def _alike(a: Tensor, b: Tensor) -> bool:
     if a.dtype.itemsize == 1 and a.is_floating_point():  # which cannot be compared
         a, b = a.view(torch.uint8), b.view(torch.uint8)
-    return torch.equal(a, b)
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _restore(space: dict[str, Any], before: dict[str, Any]) -> None:

@@ -199,7 +199,7 @@ class Sayings(Walk):
         result = function(tensors)
         return float(result) if result.numel() == 1 else None
 
-    def contraction_constants(self, call, axis, x, w, ended):
+    def contraction_constants(self, axis, x, w):
         """A slice of a product is zero where the slice of a factor is."""
         zero = None
         for other in (*x.touching(axis.dims), *w.touching(axis.dims)):
@@ -222,7 +222,7 @@ class Sayings(Walk):
             return axis.saying(None)
         return axis.saying(_zero_or_nan(axis.constant == 0))
 
-    def levelled(self, call: Call, x: Channels, y: Channels, dims: Iterable[int]) -> Channels:
+    def levelled(self, x: Channels, y: Channels) -> Channels:
         before = {id(a.units): a.constant for a in x.axes if not a.border}
         return y.with_axes(a.saying(before.get(id(a.units), a.constant), a.border) for a in y.axes)
 

@@ -29,18 +29,18 @@ Schedule = Callable[[int], float]
 
 
 def one_shot(sparsity: float, *, at: int = 0) -> Schedule:
-    """All at once, at step ``at``."""
+    """0 before step ``at``, ``sparsity`` from then on. Schedulers count steps from 1."""
     _fraction(sparsity)
     return lambda step: sparsity if step >= at else 0.0
 
 
 def linear(sparsity: float, steps: int, *, start: float = 0.0, after: int = 0) -> Schedule:
-    """From ``start`` to ``sparsity`` in ``steps`` equal steps, after the first ``after``."""
+    """``start`` until step ``after``, then ``steps`` equal steps to ``sparsity``."""
     return _growing(sparsity, steps, start, after, lambda share: share)
 
 
 def cubic(sparsity: float, steps: int, *, start: float = 0.0, after: int = 0) -> Schedule:
-    """Fast at first, then ever slower (Zhu & Gupta, arXiv 1710.01878)."""
+    """As :func:`linear`, but fast at first, slow at the end (Zhu & Gupta, arXiv 1710.01878)."""
     return _growing(sparsity, steps, start, after, lambda share: 1 - (1 - share) ** 3)
 
 
@@ -283,8 +283,8 @@ class PlanScheduler:
         return {"steps": self.steps, "gone": gone, "masks": keeps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another one was: masks the same. After this the model's state dict fits the
-        model. Masks move parameters in their order: make the optimizer before."""
+        """Put the saved masks on; after this the model's state dict fits. Make the optimizer before
+        this call: masks change the order of ``model.parameters()``."""
         put_masks(self.model, state["masks"])
         self.steps, self._plan = int(state["steps"]), None
         self._gone = {key: mask.numpy().copy() for key, mask in state["gone"].items()}

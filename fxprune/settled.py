@@ -6,11 +6,14 @@ on, for the noise of an autoencoder.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .errors import warn
 
 # Ops that do nothing but draw numbers.
 _DRAWS = ("rand", "randn", "rand_like", "randn_like", "normal", "uniform", "exponential",
@@ -61,3 +64,20 @@ class Settled(TorchDispatchMode):
         given = args[1:] if name.endswith("_") else args
         mean = given[0] if given else kwargs.get("mean", 0.0)
         return mean, given[1] if len(given) > 1 else kwargs.get("std", 1.0)
+
+
+def settled_error(model: nn.Module, compared: Callable[[], float], allowed: float) -> float | None:
+    """The error of a model that draws random numbers for each channel, where one number stands in
+    the place of all; None for one that draws none, or differs all the same."""
+    drawn, error = False, 0.0
+    for level in LEVELS:
+        with Settled(level) as mode:
+            error = max(error, compared())
+        drawn = drawn or mode.drawn
+    if not drawn or not error <= allowed:
+        return None
+    warn(
+        f"{type(model).__name__} draws random numbers as it runs, for each channel: the pruned "
+        "model draws others. They were compared with one number in place of all"
+    )
+    return error

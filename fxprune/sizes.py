@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -164,7 +165,7 @@ def expression(number: Any) -> Any:
     origin = getattr(number, "origin", None)
     if isinstance(origin, Operation):
         return (origin.function, *map(expression, origin.operands))
-    return number if origin is None else origin
+    return (type(number), number) if origin is None else origin
 
 
 _BINARY = ("add", "sub", "mul", "floordiv", "mod", "pow", "truediv", "lshift", "rshift",
@@ -198,8 +199,18 @@ def _install(base: type, cls: type) -> None:
             binary(name, False)
             binary(name, True)
 
-    def negate(self: Any) -> Any:
-        return traced(minus(self), Operation(operator.neg, (self,)))
+    def unary(name: str, function: Callable[..., Any]) -> None:
+        compute = getattr(base, name)
+
+        def method(self: Any) -> Any:
+            return traced(compute(self), Operation(function, (self,)))
+
+        method.__name__ = name
+        setattr(cls, name, method)
+
+    for name in ("abs", "neg", "pos", "invert"):
+        if hasattr(base, f"__{name}__"):
+            unary(f"__{name}__", getattr(operator, name))
 
     def both(self: Any, other: Any) -> Any:
         return self // other, self % other
@@ -210,13 +221,14 @@ def _install(base: type, cls: type) -> None:
     setattr(cls, "__divmod__", both)  # noqa: B010
     setattr(cls, "__rdivmod__", both_reflected)  # noqa: B010
 
-    def positive(self: Any) -> Any:
-        return traced(absolute(self), Operation(abs, (self,)))
+    def itself(self: Any) -> Any:
+        return self
 
-    absolute = getattr(base, "__abs__")  # noqa: B009
-    setattr(cls, "__abs__", positive)  # noqa: B010
-    minus = getattr(base, "__neg__")  # noqa: B009
-    setattr(cls, "__neg__", negate)  # noqa: B010
+    for name in ("real", "numerator"):
+        if hasattr(base, name):
+            setattr(cls, name, property(itself))
+    for name in ("conjugate", "item"):  # the latter as numpy's numbers have it
+        setattr(cls, name, itself)
 
 
 _install(int, TracedInt)
@@ -250,6 +262,8 @@ def _install_questions(cls: type, base: type) -> None:
     question("__repr__", repr)
     question("__format__", format)
     question("__hash__", hash)  # of a key that a dictionary may lack
+    if hasattr(base, "bit_length"):
+        question("bit_length", base.bit_length)  # type: ignore[attr-defined]
 
 
 def _install_rounding(cls: type, base: type) -> None:
@@ -367,10 +381,19 @@ def _product(numbers: Any, /, *, start: Any = 1) -> Any:
     return functools.reduce(operator.mul, numbers, start)
 
 
-_len, _range = builtins.len, builtins.range
+def _array_product(numbers: Any, *rest: Any, **named: Any) -> Any:
+    """``numpy.prod``, which makes numbers of its own of a shape."""
+    flat = isinstance(numbers, (list, tuple)) and all(type(n) in _NUMBERS for n in numbers)
+    if flat and not rest and not named and holds_traced(numbers):
+        return _product(numbers)
+    return _numpys_prod(numbers, *rest, **named)
+
+
+_len, _range, _numpys_prod = builtins.len, builtins.range, np.prod
 _ASKING = ("log", "log2", "log10", "gcd", "lcm", "isqrt", "comb", "perm", "factorial")
 _READING: list[tuple[Any, str, Any]] = [
     (builtins, "len", _length), (builtins, "range", _Range), (math, "prod", _product),
+    (np, "prod", _array_product),
     *((math, name, _asking(getattr(math, name))) for name in _ASKING),
 ]  # fmt: skip
 

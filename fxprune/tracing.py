@@ -98,10 +98,10 @@ def _runs(model: nn.Module, example_input: Any) -> bool:
 
 
 def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -> Trace:
-    args, kwargs = bind_inputs(example_input)
     recorder = Recorder(model)
     with (
         LOCK,
+        torch.inference_mode(False),  # or nothing would tell of writes in place
         uncollected(),
         evaluating(model, training=training),
         sizes.traced_attributes(model),
@@ -115,7 +115,7 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
         uncompiled(),
         told((*python_functions(), *autograd_functions()), recorder.python_call),
     ):
-        args, kwargs = recorder.nodes.placeholders(args, kwargs)
+        args, kwargs = recorder.nodes.placeholders(*bind_inputs(example_input))
         try:
             with recorder, recorder.listening():
                 output = model(*args, **kwargs)

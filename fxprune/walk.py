@@ -64,7 +64,8 @@ class Walk(Algebra):
     def _scalar(self, name: str, spec: Spec) -> float | None:
         if torch.Size(spec.shape).numel() != 1 or name not in self.trace.constants:
             return None
-        return float(self.trace.constants[name])
+        value = self.trace.constants[name]
+        return None if value.is_complex() else float(value)
 
     def _resolve(self, value: Any) -> Any:
         if isinstance(value, fx.Node):

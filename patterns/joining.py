@@ -14,7 +14,7 @@ def cat(a, call):
     """Along channels: one array after the other. Along another dimension operands share units."""
     parts = [a.channels(v) for v in call.arg(0, "tensors")]
     parts = [p for p in parts if p.shape != (0,)] or parts[:1]  # which go with any shape
-    dim = call.arg(1, "dim", call.kwargs.get("axis", 0)) % len(parts[0].shape)
+    dim = call.arg(1, "dim", 0) % len(parts[0].shape)
     # Of an empty one other dimensions are minded, where no axis lies over these and the joined one.
     across = {d for p in parts for axis in p.touching([dim]) for d in axis.dims}
     parts = [p for p in parts if p.shape[dim] or (p.axes and not p.touching(across))] or parts[:1]

@@ -31,11 +31,15 @@ def per_channel(a, call, x, names, function, dim=1):
     return a.standardised(call, y, given.get("bias"), given.get("weight"), given.get("var"))
 
 
-def normaliser(eps):
+def normaliser(eps, running=True):
     """What becomes of a constant map: without running statistics its own mean is taken off."""
 
     def normalise(t, mean=None, var=None, weight=None, bias=None):
-        t = torch.zeros_like(t) if mean is None else (t - mean) / torch.sqrt(var + eps)
+        t = (
+            torch.zeros_like(t)
+            if mean is None or not running
+            else (t - mean) / torch.sqrt(var + eps)
+        )
         t = t if weight is None else t * weight
         return t if bias is None else t + bias
 
@@ -98,18 +102,21 @@ def instance_norm(a, call):
     names = {"weight": "weight", "bias": "bias"}
     if m.track_running_stats:
         names |= {"mean": "running_mean", "var": "running_var"}
-    return instances(a, call, x, names, m.eps, channel_dim(m, len(x.shape)))
+    return instances(a, call, x, names, normaliser(m.eps), channel_dim(m, len(x.shape)))
 
 
-def instances(a, call, x, names, eps, dim=1):
+def instances(a, call, x, names, function, dim=1):
     rest = [d for d in range(len(x.shape)) if d != dim]
     own = a.through_window(a.freeze_dims(x, rest, "instance norm averages over them", call))
 
-    return per_channel(a, call, own, names, normaliser(eps), dim)
+    return per_channel(a, call, own, names, function, dim)
 
 
 @register("instance_norm", kind="norm")
 def instance_norm_function(a, call):
     """y[c] = (x[c] - mean of x[c]) / std of x[c] · γ[c] + β[c]."""
-    names = {"weight": call.arg(3, "weight"), "bias": call.arg(4, "bias")}
-    return instances(a, call, call.channels(), names, 1e-5)
+    places = {"mean": (1, "running_mean"), "var": (2, "running_var"),
+              "weight": (3, "weight"), "bias": (4, "bias")}  # fmt: skip
+    names = {key: call.arg(*place) for key, place in places.items()}
+    function = normaliser(call.arg(7, "eps", 1e-5), not call.arg(5, "use_input_stats", True))
+    return instances(a, call, call.channels(), names, function)

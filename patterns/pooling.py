@@ -55,8 +55,8 @@ def unpadded_pool(a, call):
     return pool(a, call)
 
 
-def average(a, call, padding, counts_padding):
-    y = pool(a, call)
+def average(a, call, padding, counts_padding, divisor):
+    y = pool(a, call, constant=divisor is None)
     padded = any(p > 0 for p in (padding if isinstance(padding, (tuple, list)) else (padding,)))
     return a.bordered(y) if padded and counts_padding else y
 
@@ -65,13 +65,14 @@ def average(a, call, padding, counts_padding):
 def average_pool(a, call):
     """y[c] = mean of x[c] in a window."""
     m = call.module
-    return average(a, call, m.padding, m.count_include_pad)
+    return average(a, call, m.padding, m.count_include_pad, getattr(m, "divisor_override", None))
 
 
 @register("avg_pool1d", "avg_pool2d", "avg_pool3d", kind="pool")
 def average_pool_function(a, call):
     """y[c] = mean of x[c] in a window."""
-    return average(a, call, call.arg(3, "padding", 0), call.arg(5, "count_include_pad", True))
+    padding, counted = call.arg(3, "padding", 0), call.arg(5, "count_include_pad", True)
+    return average(a, call, padding, counted, call.arg(6, "divisor_override"))
 
 
 @register(nn.LPPool1d, nn.LPPool2d, kind="pool")

@@ -14,15 +14,20 @@ from fxprune.registry import register
 
 def over(call, position, x):
     """The dimensions a reduction goes over; all of them where none is given."""
-    dims = call.arg(position, "dim", call.kwargs.get("axis"))
+    dims = call.arg(position, "dim")
     if dims is None or (isinstance(dims, (tuple, list)) and not dims):
         return list(range(len(x.shape)))
     return [dims] if isinstance(dims, int) else list(dims)
 
 
+def of_two(call):
+    """Whether it is the larger or smaller of two tensors: ``torch.max(x, y)``."""
+    return isinstance(call.arg(1, "other"), (Channels, Named))
+
+
 def reduce(a, call, dim_at=1, keep_at=2):
     x = call.channels()
-    if isinstance(call.arg(dim_at, "dim"), (Channels, Named)):  # torch.max(x, y)
+    if of_two(call):
         return a.elementwise(call)
     dims = over(call, dim_at, x)
     if isinstance(call.inputs[0], Named) and call.inputs[0].spec.dtype == torch.bool:
@@ -37,9 +42,9 @@ def level(a, call):
     """The mean, largest or smallest of a constant map is the constant."""
     x = call.channels()
     y = reduce(a, call)
-    if not isinstance(y, Channels) or isinstance(call.arg(1, "dim"), (Channels, Named)):
+    if not isinstance(y, Channels) or of_two(call):
         return y
-    return a.levelled(call, x, y, over(call, 1, x))
+    return a.levelled(x, y)
 
 
 @register("sum", "nansum", "prod", "any", "all", "count_nonzero")
@@ -50,8 +55,8 @@ def total(a, call):
 
 @register("logsumexp")
 def logsumexp(a, call):
-    """y = log Σ exp(x) over dimensions."""
-    return reduce(a, call)
+    """y = log Σ exp(x) over dimensions: of zeros it is none."""
+    return a.forget(reduce(a, call))
 
 
 @register("norm", "linalg_vector_norm", "vector_norm")

@@ -25,7 +25,7 @@ def select(a, call):
     at = call.arg(2, "index")
     if isinstance(at, (Channels, Named)):
         x, at = anywhere(a, call, x, dim), 0
-    a.keep_rows(x, dim, at)
+    a.keep_rows(x, dim)
     return a.move(call, x, lambda t: t.select(dim, at), touched=[dim])
 
 
@@ -110,7 +110,7 @@ def ordered(a, call):
     x = a.freeze_dims(x, [dim], f"{call.word} depends on which channels there are", call)
     results = call.spec if isinstance(call.spec, (tuple, list)) else (call.spec,)
     if len(results[0].shape) < len(x.shape):
-        values = a.levelled(call, x, a.reduce(call, x, [dim], False), [dim])
+        values = a.levelled(x, a.reduce(call, x, [dim], False))
     else:
         shape = tuple(results[0].shape[d] if d == dim else n for d, n in enumerate(x.shape))
         values = Channels(shape, x.axes)

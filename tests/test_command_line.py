@@ -147,8 +147,8 @@ def test_a_place_that_cannot_be_written_is_told(option, tmp_path):
 
 def test_prune_says_what_went_and_that_it_is_proved():
     said = call("prune", NET, *SHAPE)
-    assert "2 groups of Net pruned" in said and "proved: differs" in said
-    assert "proved" not in call("prune", NET, *SHAPE, "--no-verify")
+    assert "2 groups of Net pruned" in said and "proof: differs" in said
+    assert "proof" not in call("prune", NET, *SHAPE, "--no-verify")
 
 
 def test_bench_shows_both(tmp_path):
@@ -253,7 +253,7 @@ def test_inputs_have_names_types_and_ranges():
 
 @pytest.mark.parametrize("kind", ["float64", "bfloat16", "float16"])
 def test_models_and_inputs_are_moved_together(kind):
-    assert "proved" in call("prune", NET, *SHAPE, "--dtype", kind, "--device", "cpu")
+    assert "proof" in call("prune", NET, *SHAPE, "--dtype", kind, "--device", "cpu")
 
 
 # -- models ---------------------------------------------------------------------------------------

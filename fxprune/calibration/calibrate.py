@@ -86,7 +86,7 @@ class Calibration:
 
     def fit(self, reader: Reader, sums: Sums) -> Mix | None:
         read = reader.read
-        target = sink_of(self.constants, read, self.model)
+        target = sink_of(self.constants, read)
         if target is not None and not target[2] and hasattr(self.model, "config"):
             target = None  # a bias that is made anew is none that the configuration knows of
         # Zeros around the input say 0, which no constant does: kept channels stand for it too.

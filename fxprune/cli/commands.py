@@ -43,7 +43,7 @@ _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 @click.group(context_settings=_CONTEXT, epilog=_EXAMPLES)
 @click.version_option(library.__version__)
 def fxprune() -> None:
-    """Structured pruning for PyTorch: whole channels go, and the result is proved.
+    """Structured pruning for PyTorch: removes whole channels, and checks the result.
 
     Exit status: 0, all is well; 1, pruning is refused or its proof fails; 2, something given cannot
     be used.
@@ -77,6 +77,7 @@ def inspect(
                          (code, telling.code)):  # fmt: skip
         if wanted:
             click.echo(f"\n{text(about)}")
+    _say_where(None, html, draw)
 
 
 @fxprune.command()
@@ -84,7 +85,11 @@ def inspect(
 @of_a_plan
 @click.option("-o", "--output", type=WRITE, metavar="FILE", help=(
     "Save the pruned model there, for fxprune.load."))  # fmt: skip
-@click.option("--verify/--no-verify", default=True, help="Whether to prove the result.")
+@click.option(
+    "--verify/--no-verify",
+    default=True,
+    help=("Whether to compare the result with the masked model."),
+)
 @click.option("--html", type=WRITE, metavar="FILE", help="Write the plan as a page.")
 @told
 def prune(as_json: bool, output: Path | None, verify: bool, html: Path, **given: Any) -> None:
@@ -102,14 +107,13 @@ def prune(as_json: bool, output: Path | None, verify: bool, html: Path, **given:
         click.echo(json.dumps(about))
         return
     pruned = sum(len(group.removed) > 0 for group in made.groups)
-    whole = telling.number(len(made.skipped), "layer stays", "layers stay")
-    click.echo(
-        f"{telling.number(pruned, 'group', 'groups')} of {about['model']} pruned, {whole} whole"
-    )
+    whole = telling.number(len(made.skipped), "layer", "layers")
+    groups = telling.number(pruned, "group", "groups")
+    click.echo(f"{groups} of {about['model']} pruned, {whole} with all outputs kept")
     click.echo(telling.sizes(about["parameters"], about["macs"]))
     if error is not None:
-        click.echo(f"proved: differs from the masked model by {error:.1g}, relative")
-    _say_where(output)
+        click.echo(f"proof: differs from the masked model by {error:.1g}, relative")
+    _say_where(output, html)
 
 
 @fxprune.command()
@@ -208,6 +212,9 @@ def _pictures(made: library.PruningPlan, html: Path | None, draw: Path | None = 
         made.draw(draw)
 
 
-def _say_where(output: Path | None) -> None:
+def _say_where(output: Path | None, *pages: Path | None) -> None:
     if output is not None:
         click.echo(f"saved in {output}")
+    for page in pages:
+        if page is not None:
+            click.echo(f"written to {page}")

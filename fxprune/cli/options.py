@@ -140,7 +140,7 @@ _SETTINGS: dict[str, tuple[Parse, dict[str, Any]]] = {
     "sparsity": (_several, {"multiple": True, "metavar": "[NAME=]SHARE", "help": (
         "Share of the channels that each group loses; for some layers only: 'layer[34].*=0.5'.")}),
     "target": (_target, {"multiple": True, "metavar": "WHAT=HOW MUCH", "help": (
-        "What is to be left instead, as params=0.5 or macs=0.5.")}),
+        "How much is to be left instead: params=0.5, macs=0.5 or latency=0.5.")}),
     "ignore": (_same, {"multiple": True, "metavar": "NAME", "help": (
         "Layer whose channels all stay; globs are allowed.")}),
     "importance": (_importance, {"metavar": "NAME", "help": (

@@ -23,7 +23,7 @@ def plan(made: Any) -> str:
     ]
     pruned = sum(len(g.removed) > 0 for g in shown)
     more = f"; {len(shown) - _ROWS} groups are not shown" if len(shown) > _ROWS else ""
-    caption = f"{pruned} of {len(shown)} groups pruned, {len(made.kept)} tensors change{more}"
+    caption = f"{pruned} of {len(shown)} groups pruned, {len(made.kept)} tensors changed{more}"
     return table(("group", "layers", "width", "why it stays"), rows, caption)
 
 
