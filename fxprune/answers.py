@@ -29,17 +29,23 @@ def at_new_widths(replay: Resizing, number: Any) -> Any:
     return sizes.plain(number)
 
 
+def answer(replay: Resizing, question: sizes.Question) -> tuple[Any, tuple[Any, ...]]:
+    """What a question is answered at the new widths, and what its operands are there; None where
+    there is no answer (a division by a difference of widths, say)."""
+    try:
+        operands = tuple(at_new_widths(replay, operand) for operand in question.operands)
+        return question.function(*operands), operands
+    except (ArithmeticError, ValueError):
+        return None, question.operands
+
+
 def wrong_answers(replay: Resizing) -> Iterator[WrongAnswer]:
     """Questions of the code, such as comparisons of sizes, that have other answers now. A key by
     another width may be looked up (in a cache): what is found there has been asked as well."""
     for index, call in enumerate(replay.trace.calls):
         questions = (q for q in call.questions if q.function is not hash)
         for question in {q.key: q for q in questions}.values():
-            try:
-                operands = tuple(at_new_widths(replay, operand) for operand in question.operands)
-                now = question.function(*operands)
-            except (ArithmeticError, ValueError):  # a division by a difference of widths, say
-                operands, now = question.operands, None
+            now, operands = answer(replay, question)
             if now != question.answer:
                 units = _units_of_numbers(replay, question.operands)
                 yield WrongAnswer(units, question, index, now, operands)

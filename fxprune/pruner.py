@@ -260,7 +260,7 @@ class Pruner:
         return new
 
     def state_dict(self) -> dict[str, Any]:
-        """The choices of each step, without weights: loading it makes a fresh model as small as this.
+        """The choices of each step, without weights: loading it makes a fresh model as small.
         It can be read with ``torch.load(weights_only=True)``."""
         kept = {name: dict(dims) for name, dims in self.kept.items()}
         history = [asdict(step) for step in self.history]

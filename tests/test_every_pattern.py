@@ -516,6 +516,13 @@ def test_a_shuffle_and_its_inverse_leave_a_unit_of_blocks():
     lambda z: torch.mean(input=z, dim=(2, 3)),
     lambda z: F.softmax(input=z, dim=3),
     lambda z: F.scaled_dot_product_attention(value=z, key=z.tanh(), query=z.cos()),
+    lambda z: torch.mean(z, axis=(2, 3), keepdims=True) * z,  # as NumPy calls them
+    lambda z: torch.std(x=z, axis=2, keepdims=True),
+    lambda z: torch.softmax(z, axis=3),
+    lambda z: torch.stack([z, z.cos()], axis=2),
+    lambda z: torch.max(z, other=z.cos()),
+    lambda z: torch.add(z, x2=z.cos()),
+    lambda z: z / torch.numel(input=z[0, 0]),
 ])  # fmt: skip
 def test_arguments_are_known_by_keyword_too(op):
     torch.manual_seed(0)
@@ -538,3 +545,28 @@ def test_norms_that_are_not_called_or_take_no_batch_get_their_width_from_their_t
     x = torch.randn(2, 3, 9, dtype=torch.float64)
     _, small = check(net, x if batched else x[0])
     assert small.n.num_features == small.idle.num_features == small.a.out_channels == 4
+
+
+@pytest.mark.parametrize("op", [
+    lambda z: torch.softmax(z, axis=1), lambda z: torch.cumsum(z, axis=1),
+])  # fmt: skip
+def test_what_mixes_channels_is_known_by_numpy_s_names_too(op):
+    net = Net(lambda s, x: s.c(op(s.a(x))), a=nn.Conv2d(3, 8, 3), c=nn.Conv2d(8, 4, 1))
+    plan, _ = check(net, torch.randn(2, 3, 6, 6, dtype=torch.float64), shrinks=False)
+    assert "mixes its channels" in dict(plan.skipped)["a"]
+
+
+@pytest.mark.parametrize("op", [
+    lambda s, y: F.avg_pool2d(y, 2, divisor_override=3),
+    lambda s, y: nn.AvgPool2d(2, divisor_override=3)(y),
+    lambda s, y: torch.logsumexp(y, (2, 3), keepdim=True),
+    lambda s, y: F.instance_norm(y, s.mean, s.var, use_input_stats=False, eps=0.1),
+])  # fmt: skip
+def test_what_calls_do_to_a_constant_map_is_followed(op):
+    """Not what most of their kind do: other divisors, log n more, running statistics."""
+    net = Net(lambda s, x: s.c(op(s, s.b(torch.sigmoid(s.a(x))))), a=nn.Conv2d(3, 8, 3),
+              b=nn.Conv2d(8, 8, 1, bias=False), c=nn.Conv2d(8, 4, 1),
+              mean=torch.randn(8, dtype=torch.float64),
+              var=torch.rand(8, dtype=torch.float64) + 0.5)  # fmt: skip
+    _, small = check(net, torch.randn(2, 3, 6, 6, dtype=torch.float64))
+    assert small.b.out_channels == 4

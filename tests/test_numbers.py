@@ -301,3 +301,39 @@ def test_chunks_of_sizes_that_chunk_would_not_compute_are_split(chunk):
     plan, small = check(net, image())
     assert [small.first.in_channels, small.second.in_channels] == [1, 4]
     assert small.a.out_channels == 7 and "split" in str(plan.code[""])
+
+
+@pytest.mark.parametrize("forward", [
+    lambda s, y: y.reshape(2, +y.shape[1], 64).view(2, -1, 8, 8),
+    lambda s, y: y.reshape(2, ~(-y.shape[1] - 1), 64).view(2, -1, 8, 8),
+    lambda s, y: y.reshape(2, y.shape[1].real, 64).view(2, -1, 8, 8),
+    lambda s, y: y.reshape(2, np.prod(y.shape[1:])).view(2, -1, 8, 8),
+    lambda s, y: y.reshape(2, np.prod(y.shape[1:]).item()).view(2, -1, 8, 8),
+])  # fmt: skip
+def test_python_s_and_numpy_s_ways_to_hand_a_size_on_keep_its_origin(forward):
+    plan, small = check(conv_net(forward), image())
+    assert small.a.out_channels == 4 and not plan.code
+
+
+def test_a_product_with_1_and_one_with_1_0_are_two_numbers():
+    def forward(s, y):
+        return (y / (y.shape[1] * 1.0)).view(-1, y.shape[1] * 1, 8, 8)
+
+    _, small = check(conv_net(forward), image())
+    assert small.a.out_channels == 4
+
+
+def test_code_that_would_divide_by_zero_at_the_new_width_keeps_the_old_one():
+    def forward(s, y):
+        return y.reshape(2, 32 // (y.shape[1] - 4), -1).reshape(y.shape)
+
+    plan, _ = check(conv_net(forward), image(), shrinks=False)
+    assert "cannot compute its sizes from what is left" in dict(plan.skipped)["a"]
+
+
+def test_a_question_that_would_be_an_error_at_the_new_width_has_another_answer():
+    def forward(s, y):
+        return y if y.shape[1] // (y.shape[1] - 4) > 1 else y + 1
+
+    plan, _ = check(conv_net(forward), image(), shrinks=False)
+    assert plan.code or plan.skipped

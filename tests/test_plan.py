@@ -224,3 +224,37 @@ def test_places_of_a_tuple_name_outputs_too(how, only, tmp_path):
 def test_outputs_that_the_model_does_not_return_are_an_error(how, name, words):
     with pytest.raises(fxprune.SettingError, match=words):
         fxprune.plan(Returns(how), torch.randn(3, 4), outputs=[name])
+
+
+def test_a_plan_holds_for_a_model_whose_buffers_have_moved():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Sigmoid(),
+        nn.Conv2d(8, 6, 3, bias=False), nn.BatchNorm2d(6),
+    )  # fmt: skip
+    x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
+    plan = fxprune.plan(awake(model).float(), x.float())
+    model.double()
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    with torch.no_grad():
+        assert torch.allclose(plan.apply(model)(x), plan.mask(model)(x), rtol=0, atol=1e-9)
+
+
+WITHOUT_SOURCE = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        self.seen = True
+        return self.down(self.up(x).view(-1, 8))
+"""
+
+
+def test_as_many_groups_as_there_are_may_turn_out_to_have_to_stay():
+    space = {"nn": nn}
+    exec(WITHOUT_SOURCE, space)
+    model = nn.Sequential(*(space["Block"]() for _ in range(55))).eval()
+    plan = fxprune.plan(model, torch.randn(2, 8))
+    assert sum("sets seen as it runs" in (g.frozen or "") for g in plan.groups) == 55

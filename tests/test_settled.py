@@ -98,3 +98,11 @@ def test_draws_of_no_generator_are_noise():
 
     with pytest.warns(fxprune.PruningWarning, match="draws random numbers"):
         assert fxprune.prune(net(forward), X).a.out_features == 4
+
+
+def test_compact_compares_such_a_model_in_the_same_way():
+    model = net(always_dropped)
+    with torch.no_grad():
+        model.a.weight[:3] = 0
+    with pytest.warns(fxprune.PruningWarning, match="draws random numbers as it runs"):
+        assert fxprune.compact(model, X).a.out_features == 5

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxprune
+from fxprune.running import outputs
 
 from .oracle import difference, run, tensors
 from .snapshot import Snapshot
@@ -211,3 +212,81 @@ def test_threads_that_prune_at_once_leave_the_process_as_it_was():
         thread.join()
     assert small == [16] * 4 and torch.backends.mha.get_fastpath_enabled()
     assert torch.equal(state, torch.get_rng_state())
+
+
+class Moves(nn.Module):
+    """Sets the data of a buffer to a part of it, which lies where it lay."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 3)
+        self.register_buffer("b", torch.zeros(4, 6))
+        self.register_buffer("nan", torch.full((1,), torch.nan).expand(6))
+
+    def forward(self, x):
+        self.b.data = self.b.data[:2]
+        return self.a(x) + self.b.sum() + self.nan.nan_to_num().sum()
+
+
+def test_a_buffer_that_is_cut_in_place_and_one_that_cannot_be_written_to_are_set_back():
+    model = Moves().eval()
+    fxprune.trace(model, torch.randn(2, 6))
+    assert model.b.shape == (4, 6) and model.nan.stride() == (0,)
+
+
+def test_a_thread_that_traces_beside_one_that_runs_the_model_leaves_its_flags():
+    model, x = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3)), torch.randn(2, 6)
+    threads = [
+        threading.Thread(target=lambda f=f: [f(model, x) for _ in range(20)])
+        for f in (fxprune.trace, fxprune.prune, outputs)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert model.training and type(model[0].in_features) is int
+
+
+def test_a_hooked_layer_keeps_what_its_forward_sets_while_it_is_recorded():
+    class Counts(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    fxprune.register(Counts, layout={"x": "... i", "weight": "o i", "bias": "o", "return": "... o"})
+    try:
+        layer, seen = Counts(6, 6), []
+        layer.register_forward_hook(lambda m, i, o: seen.append(m.calls))
+        fxprune.trace(Net(lambda s, x: s.a(s.a(x)), a=layer), torch.randn(2, 6))
+        assert seen == [1, 2] and layer.calls == 0
+    finally:
+        fxprune.unregister(Counts)
+
+
+def test_writes_are_noticed_where_the_caller_is_in_inference_mode():
+    def forward(s, x):
+        y = s.a(x)
+        y[:, :4].mul_(3)
+        return s.c(y)
+
+    model = Net(forward, a=nn.Linear(6, 8), c=nn.Linear(8, 3)).eval()
+    x = torch.randn(2, 6)
+    with torch.inference_mode():
+        graph = fxprune.trace(model, x)
+        assert fxprune.prune(model, x).a.out_features == 4
+    assert difference(run(graph, x), run(model, x)) == 0
+
+
+@pytest.mark.filterwarnings("ignore::fxprune.PruningWarning")
+@pytest.mark.parametrize("values", [torch.tensor(1j), torch.ones(2, 2).to_sparse()])
+def test_complex_constants_and_sparse_ones_are_held(values):
+    def forward(s, x):
+        y = s.a(x)
+        y = torch.sparse.mm(values, y) if values.is_sparse else (y * values).imag
+        return s.c(y.relu_())
+
+    model = Net(forward, a=nn.Linear(6, 8), c=nn.Linear(8, 3)).eval()
+    expected = fxprune.trace(model, x := torch.randn(2, 6))(x)
+    assert difference([expected], run(model, x)) == 0 and fxprune.prune(model, x)

@@ -165,3 +165,37 @@ def positive(x: torch.Tensor) -> torch.Tensor:
 def test_an_op_that_does_not_take_every_value_is_followed_as_far_as_it_goes():
     plan, small = check(opaque(lambda y, z: positive(y) + z), image())
     assert small.a.out_channels == 4
+
+
+class Through(torch.autograd.Function):
+    """What a function of the caller's makes of an array."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        return torch.from_numpy(function(x.detach().numpy()).copy())
+
+
+def test_what_is_found_of_one_function_is_not_taken_for_another():
+    def forward(s, x):
+        y = Through.apply(s.a(x), lambda t: t * 2)
+        return s.c(Through.apply(s.b(y), lambda t: t[:, ::-1]))
+
+    net = Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 3))
+    plan, small = check(net, torch.randn(2, 6, dtype=torch.float64))
+    assert small.a.out_features == 4 and small.b.out_features == 8
+    assert "Through" in dict(plan.skipped)["b"]
+
+
+@pytest.mark.parametrize("given", [lambda y: y[:0], lambda y: y.to_sparse()])
+def test_empty_and_sparse_tensors_are_not_probed(given):
+    class Out(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.from_numpy(x.to_dense().numpy() * 2).to_sparse() if x.is_sparse else x * 2
+
+    def forward(s, x):
+        y = s.a(x)
+        return s.c(y) + Out.apply(given(y)).sum()
+
+    net = Net(forward, a=nn.Linear(6, 8), c=nn.Linear(8, 3))
+    check(net, torch.randn(2, 6, dtype=torch.float64), shrinks=False)
