@@ -82,13 +82,13 @@ def definition(source: str) -> ast.stmt:
 
 
 def compiled(
-    source: str, function: types.FunctionType, *, imports: bool = True
+    source: str, function: types.FunctionType, *, imports: frozenset[str] = frozenset()
 ) -> types.FunctionType:
     """A method with other source: it sees the same globals, defaults, and variables of closures.
 
     Args:
-        imports: whether the names of other files' things came by ``import`` statements of the file.
-            Python makes other code, of the same meaning, of calls on those.
+        imports: the names that came by ``import`` statements of the file. Python makes other code,
+            of the same meaning, of calls on those.
     """
     free = function.__code__.co_freevars
     # Names of two underscores go by that of the class, less underscores in front, and super() by
@@ -97,14 +97,8 @@ def compiled(
     given = ", ".join(variable for variable in free if variable != "__class__")
     outer: Any = ast.parse(f"def outer({given}):\n class ______{name}: pass").body[0]
     outer.body[0].body = [definition(source)]
-    there = function.__globals__
-    known = [
-        ast.Import([ast.alias(name)])
-        for name in {name: None for code in inside(function.__code__) for name in code.co_names}
-        if isinstance(there.get(name), types.ModuleType)
-        or getattr(there.get(name), "__module__", None) not in (None, function.__module__)
-    ]  # fmt: skip
-    tree = ast.fix_missing_locations(ast.Module([*(known if imports else []), outer], []))
+    known = [ast.Import([ast.alias(name)]) for name in sorted(imports)]
+    tree = ast.fix_missing_locations(ast.Module([*known, outer], []))
     flags = function.__code__.co_flags & _FUTURE
     code = compile(tree, _shown_as_file(source), "exec", flags=flags, dont_inherit=True)
     for _ in range(3):  # the function's code is inside the class's, and that in the outer one's

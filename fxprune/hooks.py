@@ -15,8 +15,17 @@ class HooksAct(Exception):
 
 
 def call_hooked(original: Callable, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The call of a leaf whose hooks look on. Where they pass something else to its forward, or on
-    from it, than they get, it has to be followed inside, hooks and all: :class:`HooksAct`."""
+    """The call of a leaf whose hooks look on. Where they act, it has to be followed inside, hooks
+    and all: :class:`HooksAct`."""
+    result, acted = call_watched(original, m, *args, **kwargs)
+    if acted:
+        raise HooksAct
+    return result
+
+
+def call_watched(original: Callable, m: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
+    """The call of a module, and whether its hooks pass something else to its forward, or on from
+    it, than they get."""
     forward, inside = m.forward, []
     alive = []  # or another tensor could be taken for one of these
 
@@ -36,9 +45,7 @@ def call_hooked(original: Callable, m: nn.Module, *args: Any, **kwargs: Any) -> 
         vars(m).pop("forward")
         if own is not None:
             vars(m)["forward"] = own
-    if inside != [before, _identities(result)]:
-        raise HooksAct
-    return result
+    return result, inside != [before, _identities(result)]
 
 
 def _identities(value: Any) -> list[tuple[int, int]]:

@@ -6,6 +6,8 @@ they were computed by; what no recorded call has made is a tensor of the model o
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -26,7 +28,7 @@ from .frames import frame_of_model, where
 from .holding import kept_besides
 from .inspecting import named_tensors, read_attribute
 from .old_types import StandIn
-from .recording import after_write
+from .recording import Filled, after_write
 from .source import place_of, reads_behind
 from .spec import BASIC, TOLD, spec
 
@@ -65,9 +67,10 @@ class Nodes:
             if p is not None and p.layout == torch.strided:
                 self._parameters.setdefault(_memory(p), []).append((p, p.data))
         self.written: set[str] = set()  # those that it writes to
+        self.given_data: set[int] = set()  # ids of those whose data it sets
         self.constants: dict[str, Any] = {}
         self.kept_whole: list[tuple[fx.Node, str, str]] = []
-        self._handing = False
+        self._handing = self._returning = False
         # Tensors that hold sizes: id -> (weak reference, the number or list of numbers).
         self._numbers: dict[int, tuple[weakref.ref, Any]] = {}
         # id of a live tensor -> (weak reference, node, path of keys into the node's result)
@@ -161,10 +164,16 @@ class Nodes:
             return value.item()
         if type(value) is StandIn:
             value = value.real
+        if self._returning and (inside := list(dict.fromkeys(tree.tensors(value)))):
+            empty = {id(t): torch.empty(0) for t in inside}
+            with contextlib.suppress(TypeError, copy.Error, RuntimeError, NotImplementedError):
+                like = self._constant(copy.deepcopy(value, empty), "object")
+                parts = (like, *map(self.tensor, inside))
+                return self.add(self.graph.call_function(Filled, parts), value)
         # An object of the model's own. Where it is handed to code that is recorded too, its tensors
         # are known when they come back; elsewhere they go where no rule can follow.
-        for inside in () if self._handing else tree.tensors(value):
-            self.escapes(inside, f"a {type(value).__name__}")
+        for each in () if self._handing else tree.tensors(value):
+            self.escapes(each, f"a {type(value).__name__}")
         return self._constant(value, "object")
 
     def tells(self, x: torch.Tensor, name: str, value: Any) -> None:
@@ -215,6 +224,14 @@ class Nodes:
             return self.argument(value)
         finally:
             self._handing = False
+
+    def returned(self, value: Any) -> Any:
+        """``value`` as what the model returns: objects of its own are made again in the graph."""
+        self._returning = True
+        try:
+            return self.argument(value)
+        finally:
+            self._returning = False
 
     def tensor(self, value: torch.Tensor) -> fx.Node:
         known = self._known.get(id(value))
@@ -308,7 +325,9 @@ class Nodes:
                 self._written(own, "")
         for memory, parameters in self._parameters.items():
             for parameter, before in parameters:  # which may only have moved (flatten_parameters)
-                if _memory(parameter) != memory and not torch.equal(parameter, before):
+                if _memory(parameter) != memory and (
+                    id(parameter) in self.given_data or not torch.equal(parameter, before)
+                ):
                     self._written(parameter, "")
         read = {node.target: node for node in self.graph.nodes if node.op == "get_attr"}
         for kept, place in kept_besides(self._modules).items() if read else ():

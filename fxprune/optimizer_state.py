@@ -234,11 +234,20 @@ def _begin(optimizer: Any, parameter: nn.Parameter, journal: Journal) -> None:
         (g for g in groups if any(p is parameter for p in g["params"])), {}
     )
     options = {key: group.get(key, value) for key, value in optimizer.defaults.items()}
+    kind = type(optimizer)
     try:
-        twin = type(optimizer)([parameter], **options)
+        twin = kind([parameter], **options)
     except TypeError:  # it is made from something else; then states are made by its steps
         return
+    except ValueError as error:  # Muon takes matrices alone
+        raise SettingError(
+            f"{kind.__name__} does not take the bias that is made for a layer ({error}): "
+            "pass bias='drop', which makes none, or give the layer a bias of zeros"
+        ) from error
     state = dict(twin.state).get(parameter)
+    begun = any("momentum_buffer" in optimizer.state.get(p, ()) for p in group.get("params", ()))
+    if not state and begun and group.get("fused"):  # SGD, whose kernel takes all buffers or none
+        state = {"momentum_buffer": torch.zeros_like(parameter)}
     if state:
         journal.item(optimizer.state, parameter, state)
 

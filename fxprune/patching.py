@@ -23,7 +23,7 @@ from .flags import may_read_mode
 from .hooked import is_hooked
 from .inspecting import dotted
 from .mask import parametrizations
-from .near import package_of
+from .near import methods_of_forward, package_of
 from .recording import Trace
 from .registry import for_function
 from .replay import Replay
@@ -176,9 +176,11 @@ class _Patching:
         """Of the method of a class that has this code. None where it is none, or where other names
         lead to it as well (an alias, a table of functions, a base's method by ``super()``)."""
         if cls not in self._names:
+            runs = methods_of_forward(cls)  # what others define is there already, and stays
             self._names[cls] = {
                 id(inner): name for name, function in _functions(cls)
                 if _is_known_by(cls, function) == name for inner in inside(function.__code__)
+                if inner is function.__code__ or function in runs
             }  # fmt: skip
         return self._names[cls].get(id(code))
 

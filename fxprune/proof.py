@@ -44,13 +44,13 @@ def largest_error(expected: list[Tensor], found: list[Tensor]) -> float:
 
 
 def tolerance(model: nn.Module, run: Iterable[fx.Node] = ()) -> float:
-    """Of the coarsest type of numbers in the model; of single precision where a ``run`` of one in
-    double precision goes by way of it."""
+    """Of the coarsest type of numbers in the model and in a ``run`` of it, which may go by way of a
+    coarser one (``torch.autocast`` in its own code)."""
     parameters = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
     kinds = [p.dtype.to_real() for p in parameters]
-    specs = (node.meta.get("spec") for node in run)
-    if any(isinstance(s, Spec) and s.dtype in (torch.float32, torch.complex64) for s in specs):
-        kinds.append(torch.float32)
+    specs = [node.meta.get("spec") for node in run]
+    seen = {s.dtype for s in specs if isinstance(s, Spec) and s.is_inexact}
+    kinds += [kind.to_real() for kind in seen]
     devices = {p.device.type for p in parameters}
     kinds += [torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)]
     return max((TOLERANCE.get(kind, 1e-9) for kind in kinds), default=1e-9)

@@ -26,7 +26,7 @@ from .checking import is_check
 from .computed import goes_by_its_name
 from .errors import ModelError
 from .frames import frame_of_model, is_model_code, line_of, where
-from .hooks import HooksAct, call_hooked
+from .hooks import HooksAct, call_hooked, call_watched
 from .inspecting import modules_of
 from .mask import unmasked
 from .nodes import Nodes
@@ -38,7 +38,7 @@ from .registry import for_function, for_module
 from .source import is_message
 from .spec import TOLD, spec
 from .told import scripted_from
-from .unsaid import OWN_CONTEXT, READ_PAST_SIZES, Kept, contexts, odd_container
+from .unsaid import HAS_HOOKS, OWN_CONTEXT, READ_PAST_SIZES, Kept, contexts, odd_container
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZE = torch.Tensor.size
@@ -46,6 +46,7 @@ _READS_DATA = ("bool", "int", "float", "complex", "index", "item", "local_scalar
                "numpy", "array", "dlpack", "equal", "allclose", "contains",
                "is_nonzero")  # fmt: skip
 
+_MOVES = "_cudnn_rnn_flatten_weight"  # weights of a recurrent layer, as they are
 _CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda")
 
 
@@ -134,7 +135,11 @@ class Recorder(TorchFunctionMode):
         self.nodes.running.append(len(self.calls))
         self.calls.append(call)
         try:
-            output = original(m, *args, **kwargs)
+            if m._forward_pre_hooks or m._forward_hooks:
+                output, acted = call_watched(original, m, *args, **kwargs)
+                call.unsaid = call.unsaid or (HAS_HOOKS if acted else "")
+            else:
+                output = original(m, *args, **kwargs)
             self._notice_changes()
         finally:
             self.nodes.running.pop()
@@ -226,6 +231,10 @@ class Recorder(TorchFunctionMode):
             args = (args[0], *args[1])  # it would take a tuple for data
         if name == "__len__":
             return self._read_length(func, args)
+        if name == _MOVES:
+            return func(*args, **kwargs)
+        if name == "__set__":  # of ``.data``
+            self.nodes.given_data.add(id(args[0]))
         if name in ("numel", "nelement"):
             x = args[0] if args else kwargs["input"]
             return sizes.traced_size(self.nodes.tensor(x), x.shape).numel()

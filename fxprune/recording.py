@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from . import registry, sizes
+from . import registry, sizes, tree
 from .inspecting import computed_by_hook, modules_of, read_attribute, tensor_names, tensors_of
 from .pattern_types import Pattern
 
@@ -170,6 +171,15 @@ def set_item(target: Any, index: Any, value: Any) -> Any:
     """``target[index] = value`` as an expression."""
     target[index] = value
     return target
+
+
+class Filled:
+    """``Filled(model, *tensors)`` in a graph: a copy of an object that a model returns, with other
+    tensors in the place of its own."""
+
+    def __new__(cls, model: Any, *tensors: torch.Tensor) -> Any:
+        own = dict.fromkeys(map(id, tree.tensors(model)))
+        return copy.deepcopy(model, dict(zip(own, tensors, strict=True)))
 
 
 def after_write(value: Any, write: Any) -> Any:

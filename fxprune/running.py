@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import inspect
 import random
@@ -45,8 +46,21 @@ def bind_inputs(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given: Any = {key: example_input[key] for key in example_input.keys()}  # noqa: SIM118
     else:
         given = example_input if isinstance(example_input, tuple) else (example_input,)
-    given = tree.map_tensors(given, lambda t: t.detach().clone())
+    given = _copied(given)
     return ((), given) if isinstance(given, dict) else (tuple(given), {})
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    rebuilt = tree.rebuild(value, _copied)
+    handed_on = isinstance(value, (type, nn.Module)) or callable(value)
+    if rebuilt is not value or handed_on or not hasattr(value, "__dict__"):
+        return rebuilt
+    try:  # a cache of keys and values, a batch of a class of its own
+        return copy.deepcopy(value)
+    except (TypeError, copy.Error, RuntimeError, NotImplementedError):  # it cannot be copied
+        return value
 
 
 @contextlib.contextmanager
@@ -89,10 +103,10 @@ _PLAIN = frozenset((bool, int, float, str, type(None), tuple))
 def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     """Eval mode inside; or training mode, but for PyTorch's own layers: a norm might not run in it.
     Afterwards all is as it was: flags, buffers, whatever the modules have set on themselves or put
-    into their containers while running, and the state of the random number generators. What a
-    forward writes into parameters stays written, for a copy of all of them would be needed; those
-    that it sets are set back. Other threads wait: some of this is the process's, and what is noted
-    during another's run would be that run's."""
+    into their containers while running, and the state of the random number generators. What the
+    model's own code writes into parameters stays written, for a copy of all of them would be
+    needed; those that it sets are set back. Other threads wait: some of this is the process's, and
+    what is noted during another's run would be that run's."""
     with LOCK:
         yield from _evaluating(model, training)
 
@@ -119,6 +133,10 @@ def _evaluating(model: nn.Module, training: bool) -> Iterator[None]:
                 held.append(value)
         # Some models count calls or keep caches in their buffers, even in eval mode.
         held += [b for b in m._buffers.values() if b is not None]
+        if (
+            getattr(m, "max_norm", None) is not None
+        ):  # an embedding that scales rows as it reads them
+            held += [p for p in m._parameters.values() if p is not None]
     buffers = [
         (b, b.data, b.detach().clone(), None if b.is_inference() else b._version, b.requires_grad)
         for b in {id(t): t for t in held}.values()
@@ -200,17 +218,22 @@ def describe(value: Any) -> str:
 def without_state(model: nn.Module, result: Any) -> Any:
     """What a model returns, less what it keeps for its own next call.
 
-    That is an object (a cache of keys and values, say) under the name of one of its arguments: its
-    widths are the model's own affair.
+    That is an object (a cache of keys and values, say) under the name of an argument, its own or a
+    part's: its widths are the model's own affair.
     """
     if not isinstance(result, Mapping):
         return result
     plain = (Tensor, Mapping, list, tuple, int, float, str, type(None))
-    arguments = inspect.signature(model.forward).parameters
-    kept = {
-        key: value for key, value in result.items()
-        if key not in arguments or isinstance(value, plain) or is_dataclass(value)
-    }  # fmt: skip
+    objects = {
+        key
+        for key, value in result.items()
+        if not (isinstance(value, plain) or is_dataclass(value))
+    }
+    if not objects:
+        return result
+    forwards = dict.fromkeys(type(m).forward for m in parts_of(model))  # it may hand on a part's
+    arguments = {name for forward in forwards for name in inspect.signature(forward).parameters}
+    kept = {key: value for key, value in result.items() if key not in objects & arguments}
     if len(kept) == len(result):
         return result
     return type(result)(**kept) if is_dataclass(result) else kept

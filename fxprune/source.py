@@ -69,6 +69,7 @@ _MESSAGES = frozenset(
         "_assert",
     )
 )
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _DEEP = 8  # names that are given names
 
 
@@ -82,6 +83,25 @@ class _Call:
 class _Source:
     calls: dict[Place, _Call] = field(default_factory=dict)
     messages: list[Any] = field(default_factory=list)
+
+
+@functools.lru_cache(maxsize=64)
+def imported(filename: str) -> frozenset[str]:
+    """The names that ``import`` statements of a file give, but for those inside of functions."""
+    try:
+        waiting: list[ast.AST] = [ast.parse("".join(linecache.getlines(filename)))]
+    except SyntaxError:
+        return frozenset()
+    found = set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {(name.asname or name.name).partition(".")[0] for name in node.names}
+        elif not isinstance(
+            node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+        ):
+            waiting += ast.iter_child_nodes(node)
+    return frozenset(found - {"*"})
 
 
 @functools.lru_cache(maxsize=64)

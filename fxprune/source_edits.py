@@ -22,7 +22,7 @@ from .faults import WrongSize, same_sizes
 from .ops import op_name
 from .registry import for_function
 from .replay import Replay
-from .source import places_of
+from .source import imported, places_of
 
 Site = tuple[CodeType, int]  # of a call: the code that makes it, and the place of its instruction
 
@@ -44,11 +44,11 @@ def parsed(function: FunctionType) -> tuple[str, ast.FunctionDef, dict[int, list
         defined = definition(source)
         if not isinstance(defined, ast.FunctionDef) or defined.decorator_list:
             raise CannotPatch
-        ways = [compiled(source, function, imports=known).__code__ for known in (True, False)]
+        imports = imported(code.co_filename)
+        again = compiled(source, function, imports=imports).__code__
     except SyntaxError as error:  # a lambda, say
         raise CannotPatch from error
-    again = next((way for way in ways if _same_code(way, code)), None)
-    if again is None:  # the file is another now
+    if not _same_code(again, code):  # the file is another now
         raise CannotPatch
     own = code.co_varnames[0] if code.co_argcount else ""
     names = [n.arg for n in ast.walk(defined) if isinstance(n, ast.arg) and n.arg == own]
@@ -72,6 +72,12 @@ class Method:
         }  # fmt: skip
         self._edits: dict[tuple[int, int], str] = {}
         self._shapes = _names_of_shapes(defined)
+        self._local = {
+            getattr(node, "id", getattr(node, "name", getattr(node, "arg", ""))): node
+            for node in ast.walk(defined)
+            if isinstance(node, (ast.FunctionDef, ast.arg))
+            or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+        }
 
     def nodes_at(self, sites: Iterable[tuple[int, int]]) -> list[ast.expr]:
         mine = [self._at(*site) for site in sites if site[0] in self._positions]
@@ -102,8 +108,22 @@ class Method:
         """Whether an expression is a module of Python's, such as ``torch`` or ``nn.functional``."""
         while isinstance(at, ast.Attribute):
             at = at.value
-        known = self.function.__globals__.get(getattr(at, "id", ""))
-        return isinstance(at, ast.Name) and isinstance(known, ModuleType)
+        return isinstance(self._global(at), ModuleType)
+
+    def _global(self, at: ast.expr) -> Any:
+        """The object behind a global name, or behind an attribute of one; None for local ones."""
+        if isinstance(at, ast.Attribute):
+            return getattr(self._global(at.value), at.attr, None)
+        name = getattr(at, "id", "")
+        return None if name in self._local else self.function.__globals__.get(name)
+
+    def _meant(self, call: ast.Call) -> Any:
+        """The function that is called, as far as its name tells: a tensor's method, where it is no
+        function of somebody else (``einops.repeat``, a helper called ``split``)."""
+        known, name = self._global(call.func), _called(call)
+        if isinstance(call.func, ast.Name) and isinstance(self._local.get(name), ast.FunctionDef):
+            return None
+        return getattr(torch.Tensor, name, None) if known is None else known
 
     def _held(self, node: ast.expr) -> list[ast.expr]:
         """The arguments of a call in which sizes may be."""
@@ -112,7 +132,7 @@ class Method:
             parts: list[Any] = [p for p in ast.walk(node.slice) if isinstance(p, ast.Slice)]
             given = [e for p in parts for e in (p.lower, p.upper, p.step)]
         elif isinstance(node, ast.Call) and isinstance(node.func, (ast.Attribute, ast.Name)):
-            pattern = for_function(getattr(torch.Tensor, _called(node), None))
+            pattern = for_function(self._meant(node))
             if pattern is not None and pattern.resize is not None:
                 given = [*node.args, *(k.value for k in node.keywords)]
         return [e for e in given if e is not None and _may_hold_a_size(e, self._shapes)]

@@ -127,7 +127,7 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
         nodes = recorder.nodes
         if only is not None:  # a new forward returns the rest, too
             recorder.calls[0].output = nodes.handed(output)
-        nodes.graph.output(nodes.argument(wanted(model, output, only, training=training)))
+        nodes.graph.output(nodes.returned(wanted(model, output, only, training=training)))
         recorder.nodes.let_go()
     nodes = recorder.nodes
     return Trace(

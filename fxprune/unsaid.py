@@ -17,6 +17,7 @@ from .sizes import TracedSize
 
 # What tells of sizes without saying of which.
 READ_PAST_SIZES = frozenset(("stride", "nbytes", "storage_offset", "untyped_storage", "storage"))
+HAS_HOOKS = "has hooks that change what it reads or returns"
 OWN_CONTEXT = "calls under a context of its own (autocast, inference mode)"
 
 

@@ -239,7 +239,7 @@ def test_a_calibrated_masked_model_trains_and_is_what_apply_makes_of_it():
     optimizer.step()
     small = plan.apply(masked)
     assert torch.allclose(small(IMAGES), masked(IMAGES), rtol=0, atol=1e-9)
-    assert plan.predicted_error and "calibrated: layers that read" in str(plan)
+    assert plan.predicted_error and "calibrated: predicted error" in str(plan)
 
 
 def test_calibration_leaves_the_model_as_it_was_and_gives_the_same_twice():

@@ -229,3 +229,25 @@ def test_hooks_whose_tensors_others_hold_or_read_stay_hooks(make):
     assert difference(run(plan.mask(model), x), run(small, x)) < 1e-9
     assert "a hook computes" in " ".join(reason for _, reason in plan.skipped)
     assert hooks(small) == hooks(model)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_hooks_that_act_on_a_module_whose_forward_would_be_written_anew_act_once(before):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 16), nn.Linear(16, 4)
+            self.same = lambda t: t.view(-1, 16)
+
+        def forward(self, x):
+            return self.b(self.same(torch.relu(self.a(x))))
+
+    model = nn.Sequential(Block(), nn.Tanh()).double().eval()
+    if before:
+        model[0].register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+    else:
+        model[0].register_forward_hook(lambda m, args, output: output * 2)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    plan = fxprune.plan(model, x)
+    assert "has hooks that change what it reads or returns" in dict(plan.skipped)["0.a"]
+    assert torch.equal(plan.apply(model)(x), model(x))

@@ -191,3 +191,25 @@ def test_of_numbers_that_differ_those_that_the_code_reads_decide():
     again = Split(small.config).double()
     again.load_state_dict(small.state_dict())
     assert torch.equal(again(x), small(x))
+
+
+def test_what_was_other_already_than_a_model_built_anew_is_not_the_configuration_s_to_say():
+    model = bert()
+    model.gradient_checkpointing_enable()
+    assert fxprune.prune(model, IDS).config.hidden_size < model.config.hidden_size
+
+
+@pytest.mark.parametrize("how", ["output", "pair"])
+def test_a_decoder_in_a_wrapper_that_hands_its_cache_on(how):
+    class Wrap(nn.Module):
+        def __init__(self, decoder):
+            super().__init__()
+            self.decoder = decoder
+
+        def forward(self, ids):
+            output = self.decoder(input_ids=ids)
+            return output if how == "output" else (output.logits, output.past_key_values)
+
+    small = fxprune.prune(Wrap(llama().eval()), IDS["input_ids"])
+    attention = small.decoder.model.layers[0].self_attn
+    assert attention.k_proj.out_features == (16 if how == "pair" else 8)

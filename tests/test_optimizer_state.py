@@ -15,6 +15,7 @@ import fxprune
 from fxprune import PruningWarning, SettingError
 
 from .oracle import awake
+from .snapshot import Snapshot
 
 IMAGE = torch.randn(2, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 TOKENS = torch.randn(2, 5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -342,3 +343,27 @@ def test_nothing_is_said_where_all_is_sure():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fxprune.Pruner(model, x, optimizer=optimizer).step()
+
+
+def test_a_bias_that_is_made_has_a_momentum_where_the_fused_kernel_takes_all_or_none():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Sigmoid(), nn.Linear(16, 4, bias=False))
+    x = torch.randn(4, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    pruner = fxprune.Pruner(model, x, optimizer=optimizer, schedule="once")
+    for _ in range(2):
+        model(x).square().mean().backward()
+        optimizer.step()
+        pruner.step()
+    assert model[2].bias is not None and optimizer.state[model[2].bias]["momentum_buffer"].any()
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="came with PyTorch 2.9")
+def test_an_optimizer_that_takes_no_vectors_is_an_error_that_says_what_to_do():
+    model = nn.Sequential(nn.Linear(6, 16), nn.Sigmoid(), nn.Linear(16, 4, bias=False))
+    optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
+    pruner = fxprune.Pruner(model, torch.randn(4, 6), optimizer=optimizer, schedule="once")
+    before = Snapshot(model)
+    with pytest.raises(fxprune.PruningError, match=r"Muon does not take the bias.*bias='drop'"):
+        pruner.step()
+    assert before.differences() == []

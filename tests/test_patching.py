@@ -11,6 +11,7 @@ import random
 import traceback
 import types
 
+import einops
 import pytest
 import torch
 from torch import nn
@@ -625,3 +626,39 @@ def test_methods_that_other_names_lead_to_are_left_to_the_graph(kind):
 
     plan, small = check(Inherits() if kind == "super" else Named(), images())
     assert not isinstance(plan.code.get(""), Patched)
+
+
+def test_a_lambda_that_a_method_has_made_before_the_run_is_not_edited_there():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 16), nn.Linear(16, 4)
+            self.setup(16)
+
+        def setup(self, width):
+            self.same = lambda t: t.view(-1, width)
+
+        def forward(self, x):
+            return self.b(self.same(torch.relu(self.a(x))))
+
+    plan, small = check(Net(), torch.randn(4, 3, dtype=torch.float64))
+    assert small.a.out_features == 8 and "view(-1, 8)" in plan.code[""].source
+
+
+def repeat(rows, times):
+    return torch.stack([rows] * times)
+
+
+def test_a_function_that_is_called_like_a_method_of_tensors_is_none():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = nn.Parameter(torch.randn(4, 6))
+            self.a, self.b = nn.Linear(6, 12), nn.Linear(12, 2)
+
+        def forward(self, x):
+            y = repeat(self.rows, x.shape[0]) + einops.repeat(self.rows, "n d -> b n d", b=2)
+            return self.b(torch.sigmoid(self.a(y + x)).view(-1, 4, 12))
+
+    plan, small = check(Net(), torch.randn(2, 4, 6, dtype=torch.float64))
+    assert small.a.out_features == 6 and "untaken" not in plan.code[""].methods[0][1]

@@ -16,6 +16,7 @@ from fxprune import api, masking, registry, rewrite
 
 from .oracle import awake, difference, run
 from .snapshot import Snapshot
+from .test_constructs import Net
 
 
 class Everything(nn.Module):
@@ -222,3 +223,55 @@ def test_a_masked_model_that_goes_another_way_by_its_values_is_a_proof_error():
     with pytest.raises(fxprune.ProofError, match="the masked Picks does not run: RuntimeError"):
         fxprune.prune(model, x)
     assert before.differences() == []
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_scales_its_rows_as_it_reads_them_is_set_back(layer):
+    model = nn.Sequential(layer(9, 8, max_norm=0.5), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    before = Snapshot(model)
+    fxprune.prune(model, torch.arange(8).view(2, 4))
+    assert before.differences() == []
+
+
+class Box:
+    """What a model may get: an object with tensors in it, which the model writes to."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+
+def test_objects_in_the_example_input_are_copied():
+    def forward(s, x, box):
+        box.seen = torch.cat([box.seen, x])
+        return s.b(torch.sigmoid(s.a(box.seen)))
+
+    model = Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 3)).eval()
+    box = Box(torch.randn(2, 6))
+    small = fxprune.prune(model, (torch.randn(2, 6), box))
+    assert small.a.out_features == 4 and box.seen.shape == (2, 6)
+
+
+def test_a_model_that_calculates_in_half_precision_is_proved_with_its_rounding():
+    def forward(s, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return s.c(torch.sigmoid(s.b(torch.sigmoid(s.a(x)))))
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        net = Net(forward, a=nn.Linear(6, 32), b=nn.Linear(32, 32), c=nn.Linear(32, 3)).eval()
+        assert fxprune.prune(net, torch.randn(4, 6)).a.out_features == 16
+
+
+@pytest.mark.parametrize("how", ["pair", "mapping"])
+def test_an_object_that_a_model_returns_is_made_again_by_the_graph(how):
+    def forward(s, x):
+        y = s.norm(s.a(x))
+        box = Box(s.b(y))
+        return (s.c(y), box) if how == "pair" else {"y": s.c(y), "box": box}
+
+    torch.manual_seed(0)
+    layers = {"a": nn.Linear(6, 8), "b": nn.Linear(8, 5), "c": nn.Linear(8, 3)}
+    model = awake(Net(forward, norm=nn.LayerNorm(8), **layers))
+    x, y = torch.randn(2, 4, 6, dtype=torch.float64)
+    assert fxprune.prune(model, x).a.out_features == 4  # the reference is a graph's
+    assert difference(run(fxprune.trace(model, x), y), run(model, y)) == 0
