@@ -240,7 +240,7 @@ def expect_argument(value: Any, recorded: Any, name: str) -> None:
     """The new code is that of one run: an argument that changed its way has to be the same."""
     if not _same(value, recorded):
         raise PruningError(
-            f"this forward was rewritten from a run with {name}={recorded!r}, and cannot take "
+            f"this code was written from a run with {name}={recorded!r}, and cannot take "
             f"{value!r}; plan with the example input that you need"
         )
 
@@ -249,8 +249,8 @@ def expect_answer(answer: Any, recorded: Any, question: str) -> None:
     """The code asked something of sizes, and went the way of the answer."""
     if not _same(answer, recorded):
         raise PruningError(
-            f"this forward was rewritten from a run in which {question} was {recorded!r}; it is "
-            f"{answer!r} now. Prune the model as it is to run, on an input of such a size"
+            f"this code was written from a run in which {question} was {recorded!r}; it is "
+            f"{answer!r} now. Record or prune the model as it is to run, on an input of such a size"
         )
 
 

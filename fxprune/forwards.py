@@ -19,6 +19,7 @@ from torch import fx
 from . import sizes, tree
 from .answers import answer
 from .code import Code, _keys, expect_answer, expect_argument, take
+from .expecting import number_in
 from .faults import CannotRewrite, Fault, WrongOrder, WrongSize, same_sizes
 from .flags import depend_on_mode, may_read_mode, reads_mode_of_others
 from .hooked import is_hooked
@@ -205,24 +206,15 @@ class _Body:
                 continue
             del self.open[key]
             if answer(self.replay, question)[0] == question.answer:
-                operands = tuple(map(self._number, question.operands))
+                operands = tuple(
+                    number_in(self.graph, n, self._value, self._attribute)
+                    for n in question.operands
+                )
                 value = self.graph.call_function(question.function, operands)
                 self.graph.call_function(expect_answer, (value, question.answer, str(question)))
 
-    def _number(self, number: Any) -> Any:
-        """The new code's expression for a traced number."""
-        origin = getattr(number, "origin", None)
-        if isinstance(origin, sizes.Dimension):
-            return self.graph.call_method("size", (self._value(origin.source), origin.dim))
-        if isinstance(origin, sizes.Operation):
-            return self.graph.call_function(
-                origin.function, tuple(map(self._number, origin.operands))
-            )
-        if isinstance(origin, sizes.Attribute):
-            node = self.graph.create_node("get_attr", self._relative(origin.name))
-            at = origin.index
-            return node if at is None else self.graph.call_function(operator.getitem, (node, at))
-        return number
+    def _attribute(self, name: str) -> fx.Node:
+        return self.graph.create_node("get_attr", self._relative(name))
 
     def _bind(self, value: Any, node: fx.Node) -> None:
         """Names for the recorded nodes inside an argument or a child's result."""

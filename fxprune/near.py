@@ -130,6 +130,13 @@ def set_by_forward(cls: type) -> frozenset[str]:
     return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
 
 
+@functools.lru_cache(maxsize=512)
+def registered_by_forward(cls: type) -> frozenset[str]:
+    """Words in those parts of the same code that register buffers: their names, anew."""
+    found = [code for code in codes_of_forward(cls) if "register_buffer" in code.co_names]
+    return frozenset(word for code in found for word in code.co_consts if isinstance(word, str))
+
+
 def codes_of_forward(cls: type) -> list[CodeType]:
     """Of a class's forward and of the methods that it calls."""
     return [method.__code__ for method in methods_of_forward(cls)]

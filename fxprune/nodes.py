@@ -27,6 +27,7 @@ from .fixed import fixed_tensors
 from .frames import frame_of_model, where
 from .holding import kept_besides
 from .inspecting import named_tensors, read_attribute
+from .near import registered_by_forward
 from .old_types import StandIn
 from .recording import Filled, after_write
 from .source import place_of, reads_behind
@@ -323,6 +324,11 @@ class Nodes:
         for space, key, own, memory in self._held:
             if space.get(key) is not own or _memory(own) != memory:
                 self._written(own, "")
+        for module in self._modules.values():
+            kind: Any = type(module)
+            for key, buffer in module._buffers.items():
+                if buffer is not None and key in registered_by_forward(kind):
+                    self._written(buffer, "")
         for memory, parameters in self._parameters.items():
             for parameter, before in parameters:  # which may only have moved (flatten_parameters)
                 if _memory(parameter) != memory and (

@@ -124,9 +124,10 @@ class Trace:
         """The same run, with the tensors of another model of its kind."""
         return replace(self, model=model, kept_whole=[])
 
-    def graph_module(self) -> fx.GraphModule:
-        """The trace as a module of its own that shares the model's parameters."""
-        return fx.GraphModule(_Root(self.model, self.constants), self.graph, "Trace")
+    def graph_module(self, graph: fx.Graph | None = None) -> fx.GraphModule:
+        """The trace, or another form of its graph, as a module of its own that shares the model's
+        parameters."""
+        return fx.GraphModule(_Root(self.model, self.constants), graph or self.graph, "Trace")
 
     def tensor(self, name: str) -> Any:
         """The parameter, buffer, attribute or constant that a ``get_attr`` node reads."""

@@ -401,12 +401,30 @@ _READING: list[tuple[Any, str, Any]] = [
 @contextlib.contextmanager
 def traced_builtins() -> Iterator[None]:
     """While recording, functions of Python's own that read integers past their methods ask them:
-    what they make of them knows its origin, or is an answer."""
+    what they make of them knows its origin, or is an answer. Modules that are imported meanwhile
+    find Python's, for they may keep what they find."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in _READING]
-    for owner, name, function in _READING:
-        setattr(owner, name, function)
+    importing, depth = builtins.__import__, 0
+
+    def put(functions: list[tuple[Any, str, Any]]) -> None:
+        for owner, name, function in functions:
+            setattr(owner, name, function)
+
+    def import_first(name: str, *args: Any, **named: Any) -> Any:
+        nonlocal depth
+        if name in sys.modules:  # a relative name may be another's, which is all the same
+            return importing(name, *args, **named)
+        depth += 1
+        put(before)
+        try:
+            return importing(name, *args, **named)
+        finally:
+            depth -= 1
+            if not depth:
+                put(_READING)
+
+    put([*_READING, (builtins, "__import__", import_first)])
     try:
         yield
     finally:
-        for owner, name, function in before:
-            setattr(owner, name, function)
+        put([*before, (builtins, "__import__", importing)])

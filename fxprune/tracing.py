@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from . import caches, sizes
 from .errors import InputError, ModelError, PruningError
+from .expecting import checked
 from .flags import depend_on_mode
 from .modes import flags_of
 from .old_types import recorded_types
@@ -28,8 +29,9 @@ def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
     The model runs once in eval mode without gradients, and is left as it was. Whatever Python the
     model runs (conditions, loops, helpers) is followed as it happens; the graph holds what this
     input made it do. Sizes that the model reads from its inputs stay expressions, so the graph
-    is right for other batch sizes too. Like the model it shares tensors with, it can be told to
-    train or to evaluate.
+    is right for other batch sizes, too; where sizes decided which way the code went (a loop over a
+    sequence, a condition), the graph raises if they would decide otherwise. Like the model it
+    shares tensors with, it can be told to train or to evaluate.
 
     Args:
         model: any module that runs.
@@ -44,7 +46,7 @@ def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
         for node, flags in flags_of(recorded, trained).items():
             for place, train in flags:
                 depend_on_mode(node, place, train)
-        return recorded.graph_module()
+        return recorded.graph_module(checked(recorded))
 
 
 def record_training(model: nn.Module, example_input: Any, only: Any = None) -> Trace | None:

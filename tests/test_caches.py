@@ -125,3 +125,26 @@ def test_numbers_that_a_model_keeps_of_another_recording_are_plain(kept):
     model = heads(lambda s, y: torch.cat([y[..., : ask(y.shape[-1])].exp(), y[..., 4:]], -1))
     for _ in range(2):
         check(model, X, shrinks=False)
+
+
+def test_a_buffer_that_a_method_registers_anew_for_longer_inputs_stays():
+    class Grows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.longest = nn.Linear(3, 8), nn.Linear(8, 2), 0
+            self.register_buffer("rates", torch.rand(8))
+            self.grow(4)
+
+        def grow(self, length):
+            self.longest = length
+            table = torch.outer(torch.arange(length), self.rates).cos()
+            self.register_buffer("table", table, persistent=False)
+
+        def forward(self, x):
+            if x.shape[1] > self.longest:
+                self.grow(x.shape[1])
+            return self.b(self.a(x) * self.table[: x.shape[1]])
+
+    model = Grows().eval()
+    plan = fxprune.plan(model, torch.randn(2, 4, 3))
+    assert dict(plan.skipped)["a"] == "the model writes to it as it runs"

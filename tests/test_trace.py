@@ -250,3 +250,33 @@ def test_a_recording_lets_go_of_objects_that_are_only_handed_on():
 
     recorded = record(Net(forward, a=Layer(4, 4), b=Layer(4, 2)), torch.ones(3, 4))
     assert len(recorded.graph.nodes) > 3 and caches[0]() is None
+
+
+@pytest.mark.parametrize("steps", [lambda x: range(x.size(1)), lambda x: range(len(x[0]))])
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_graph_that_went_through_a_sequence_refuses_one_of_another_length(steps, parts):
+    def forward(s, x):
+        h = x.new_zeros(x.shape[0], 8)
+        for y in x.unbind(1) if parts else (x[:, t] for t in steps(x)):
+            h = s.cell(y, h)
+        return h
+
+    model = Net(forward, cell=nn.GRUCell(6, 8)).eval()
+    graph = fxprune.trace(model, torch.randn(2, 5, 6))
+    other = torch.randn(3, 5, 6)
+    assert torch.equal(graph(other), model(other))
+    with pytest.raises(fxprune.PruningError, match="it is 7 now"):
+        graph(torch.randn(3, 7, 6))
+
+
+def test_a_graph_that_took_a_branch_by_a_size_asks_again_and_takes_views_as_they_are_written():
+    def forward(s, x):
+        q, k = s.a(x).view(x.shape[0], -1, 2, 3).permute(2, 0, 1, 3).unbind(0)
+        return q + k if x.shape[1] > 4 else q - k
+
+    model = Net(forward, a=nn.Linear(6, 6)).eval()
+    graph = fxprune.trace(model, torch.randn(2, 5, 6))
+    other = torch.randn(3, 6, 6)
+    assert torch.equal(graph(other), model(other)) and "len" not in graph.code
+    with pytest.raises(fxprune.PruningError, match=r"gt\(5, 4\) was True; it is False now"):
+        graph(torch.randn(3, 3, 6))

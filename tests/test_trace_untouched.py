@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import threading
 import types
@@ -290,3 +291,22 @@ def test_complex_constants_and_sparse_ones_are_held(values):
     model = Net(forward, a=nn.Linear(6, 8), c=nn.Linear(8, 3)).eval()
     expected = fxprune.trace(model, x := torch.randn(2, 6))(x)
     assert difference([expected], run(model, x)) == 0 and fxprune.prune(model, x)
+
+
+def test_a_module_that_is_imported_during_the_run_finds_python_s_own_functions(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "imported_late.py").write_text("import math\nfound = [len, range, math.prod]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def forward(s, x):
+        from imported_late import found
+
+        assert found[0] is not len and len(x) == 2
+        return s.a(x) * found[0]((1, 2))
+
+    model = Net(forward, a=nn.Linear(6, 3)).eval()
+    fxprune.trace(model, torch.randn(2, 6))
+    import imported_late
+
+    assert imported_late.found == [len, range, math.prod]
