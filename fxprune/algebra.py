@@ -104,7 +104,7 @@ class Algebra(Meanings):
         """Each element of the result depends on the elements it stands over."""
         given = [v for v in call.inputs if isinstance(v, Channels)]
         values = [v if isinstance(v, Channels) else self._bare(v, given) for v in call.inputs]
-        return self.meet(call, values, call.replay if call.is_floating() else None)
+        return self.meet(call, values, call.replay if call.is_floating(flags=True) else None)
 
     def _bare(self, value: Named, others: Sequence[Channels]) -> Channels:
         """A parameter used bare: an axis on each dimension, but one over those that an axis of what

@@ -98,10 +98,12 @@ class Call:
         known = -torch.Size(view).numel()
         return tuple(size // known if n == -1 else n for n in view)
 
-    def is_floating(self) -> bool:
-        """Whether all tensors of the call hold real numbers: those constants can be followed."""
+    def is_floating(self, *, flags: bool = False) -> bool:
+        """Whether all tensors of the call hold real numbers: those constants can be followed. So
+        can ``flags``, as 0 and 1."""
         specs = [node.meta.get("spec") for node in [self.node, *self.node.all_input_nodes]]
-        return all(s.dtype.is_floating_point for s in specs if isinstance(s, Spec))
+        kinds = [s.dtype for s in specs if isinstance(s, Spec)]
+        return all(k.is_floating_point or (flags and k == torch.bool) for k in kinds)
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """An argument by position or name; a tensor as :class:`Channels`."""
@@ -137,12 +139,34 @@ class Call:
 
     def replay(self, replacements: Sequence[Tensor]) -> Tensor:
         """The call on other tensors in the place of its tensor arguments, in their order."""
-        tensors = iter(replacements)
+        tensors = (
+            t != 0 if node.meta["spec"].dtype == torch.bool else t
+            for t, node in zip(replacements, tensor_nodes(self.node), strict=True)
+        )
         return self.run(filled_in(self.args, tensors), filled_in(self.kwargs, tensors))
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """The call on real arguments."""
         return run_node(self.node, self.module, args, kwargs)
+
+
+def tensor_nodes(node: fx.Node) -> list[fx.Node]:
+    """Tensor arguments in the order of the call; one that stands twice is there twice."""
+    found: list[fx.Node] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, fx.Node):
+            if hasattr(value.meta["spec"], "dtype"):
+                found.append(value)
+        elif isinstance(value, dict):
+            for item in value.values():
+                visit(item)
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                visit(item)
+
+    visit((node.args, node.kwargs))
+    return found
 
 
 def filled_in(value: Any, tensors: Iterator[Tensor]) -> Any:

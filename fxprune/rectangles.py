@@ -41,13 +41,21 @@ class Rectangle:
         if len(dims) < 2:
             return None
         free = [d for d in dims if d not in self.held | self.rather] or list(dims)
-        ragged = max(free, key=units.size)
-        rows = units.movedim(ragged, -1).reshape(-1, units.size(ragged)).numpy()
-        rows = distinct_rows(rows)
+        rows = max((_along(units, d) for d in free), key=_leeway)
         return Bin(rows, self.where) if len(rows) > 1 else None
 
     def _in(self, classes: np.ndarray) -> Tensor:
         return torch.from_numpy(classes[self.units.numpy()])
+
+
+def _along(units: Tensor, dim: int) -> np.ndarray:
+    return distinct_rows(units.movedim(dim, -1).reshape(-1, units.size(dim)).numpy())
+
+
+def _leeway(rows: np.ndarray) -> tuple[int, int]:
+    """How many units the row has that has the fewest; how many slices a row has."""
+    ordered = np.sort(rows, axis=1)
+    return int((np.diff(ordered, axis=1) != 0).sum(1).min()), rows.shape[1]
 
 
 class Rectangles:

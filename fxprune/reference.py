@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from . import tree
-from .call import filled_in
+from .call import filled_in, tensor_nodes
 from .channels import Channels
 from .inspecting import read_attribute
 from .running import bind_inputs, evaluating, outputs, run_node
@@ -132,22 +132,3 @@ class KeptOnly(fx.Interpreter):
             if n not in self._nodes:
                 return super().run_node(n)
             return self._counting.run(n, [self.env[node] for node in tensor_nodes(n)])
-
-
-def tensor_nodes(node: fx.Node) -> list[fx.Node]:
-    """Tensor arguments in the order of the call; one that stands twice is there twice."""
-    found: list[fx.Node] = []
-
-    def visit(value: Any) -> None:
-        if isinstance(value, fx.Node):
-            if hasattr(value.meta["spec"], "dtype"):
-                found.append(value)
-        elif isinstance(value, dict):
-            for item in value.values():
-                visit(item)
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                visit(item)
-
-    visit((node.args, node.kwargs))
-    return found

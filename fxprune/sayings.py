@@ -304,8 +304,8 @@ class Sayings(Walk):
             weight, other = right, left
             if not (weight.source and weight.source.role == "in"):
                 weight, other = left, right
-            reads = weight.source is not None and weight.source.role == "in"
-            if weight.source is not None and reads and set(other.dims) <= set(weight.dims):
+            if weight.source is not None and weight.source.role == "in":
+                other = _as_read(other, weight.dims)
                 sizes = weight.units.shape
                 constant = other.says(weight.dims)
                 constant = constant.expand(len(constant), *sizes)
@@ -333,6 +333,21 @@ class Sayings(Walk):
         for axis in x.touching(dims) if self.telling is not None else ():
             wrong = axis.says(axis.dims)[0] != 0
             self.demands.append(Demand(call, axis.units, axis.units, wrong))
+
+
+def _as_read(axis: Axis, dims: tuple[int, ...]) -> Axis:
+    """What a weight reads along ``dims`` of an axis that may be cut over more: slices along these
+    are one to it, and say one number where they say the same."""
+    over = [i for i, d in enumerate(axis.dims) if d not in dims]
+    if not over:
+        return axis
+    first = tuple(0 if i in over else slice(None) for i in range(len(axis.dims)))
+    said = axis.constant
+    if said is not None:
+        rows = [i + 1 for i in over]
+        same = (said.amin(rows) == said.amax(rows)).all(0)
+        said = said.movedim(0, -1)[first].movedim(-1, 0).masked_fill(~same, torch.nan)
+    return Axis(tuple(d for d in axis.dims if d in dims), axis.units[first], said, axis.border)
 
 
 def _zero_or_nan(zero: Tensor) -> Tensor:

@@ -602,3 +602,31 @@ def test_heads_go_where_nothing_comes_of_the_attention_weights(use, goes):
     x = torch.randn(2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     _, small = check(Attends(), x)
     assert small.attention.num_heads == (2 if goes else 4)
+
+
+@pytest.mark.parametrize("heads, each", [(2, 8), (4, 4), (8, 4)])
+@pytest.mark.parametrize("attention", ["heads", "head_dim"])
+@pytest.mark.parametrize("shared", ["scale", "matrix"])
+def test_what_all_heads_share_ties_them_whatever_their_number(heads, each, attention, shared):
+    def forward(s, x):
+        b, n, _ = x.shape
+        q, k, v = s.qkv(x).reshape(b, n, 3, s.heads, -1).permute(2, 0, 3, 1, 4)
+        if shared == "scale":
+            q, k = q * s.scale, k * s.scale
+        else:
+            q, k = torch.relu(q @ s.matrix.t()), torch.relu(k @ s.matrix.t())
+        y = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        return s.out(y.transpose(1, 2).flatten(2))
+
+    torch.manual_seed(0)
+    net = Net(
+        forward,
+        qkv=nn.Linear(3, 3 * heads * each),
+        out=nn.Linear(heads * each, 2),
+        scale=nn.Parameter(torch.rand(each) + 0.5),
+        matrix=torch.randn(6, each).double(),
+    )
+    net.heads = heads  # fmt: skip
+    x = torch.randn(2, 5, 3, dtype=torch.float64)
+    plan, small = check(net, x, attention=attention)
+    assert small.qkv.out_features == 3 * heads * each // 2, plan

@@ -17,7 +17,7 @@ from fxprune.sayings import Telling
 from fxprune.tracing import record
 
 from .networks import networks, settings_of_a_plan
-from .oracle import awake, masked_equals_pruned
+from .oracle import awake, check, masked_equals_pruned
 from .test_trace import Net
 
 X = torch.randn(2, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
@@ -175,3 +175,60 @@ def test_functions_that_write_in_place_do_not_write_to_the_models_own_tensors(bi
     plan = fxprune.plan(model, X, bias=bias)
     plan.mask(model), plan.apply(model), fxprune.prune(model, X, bias=bias)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+THINNED = [
+    lambda w: w * (w.abs() > 0.1),
+    lambda w: w * (w.abs() > 0.1).float(),
+    lambda w: torch.where(w.abs() > 0.1, w, torch.zeros_like(w)),
+    lambda w: torch.where(w.abs() > 0.1, w, 0.0),
+    lambda w: w.masked_fill(w.abs() < 0.1, 0.0),
+    lambda w: w * torch.gt(w.abs(), 0.1).type_as(w),
+    lambda w: w * ~(w.abs() < 0.1),
+]
+
+
+@pytest.mark.parametrize("thinned", THINNED)
+def test_weights_that_go_through_flags_are_zero_where_they_are_masked(thinned):
+    def forward(s, x):
+        return s.c(torch.sigmoid(F.linear(torch.sigmoid(s.a(x)), thinned(s.b.weight), s.b.bias)))
+
+    net = Net(forward, a=nn.Linear(4, 12), b=nn.Linear(12, 10), c=nn.Linear(10, 2))
+    _, small = check(net, torch.randn(3, 4, dtype=torch.float64))
+    assert small.a.out_features == 6
+
+
+ACTIVATIONS = [
+    lambda y: torch.where(y > 0, y, 0.1 * y),
+    lambda y: y * (y > 0),
+    lambda y: y * (y > 0).to(y.dtype),
+    lambda y: torch.where((y > 0) & (y < 1), y, y.sign()),
+    lambda y: y.masked_fill(y.lt(0.2), 0.3),
+]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("norm", [nn.Identity, lambda: nn.BatchNorm1d(12)])
+def test_constants_go_through_activations_that_are_written_with_flags(activation, norm):
+    net = Net(lambda s, x: s.b(activation(s.n(s.a(x)))), a=nn.Linear(4, 12), n=norm(),
+              b=nn.Linear(12, 3))  # fmt: skip
+    plan, small = check(net, torch.randn(3, 4, dtype=torch.float64))
+    assert small.a.out_features == 6 and not plan.notes
+
+
+@pytest.mark.parametrize("how", ["linear", "matmul", "einsum"])
+@pytest.mark.parametrize("same", [False, True])
+def test_a_layer_that_reads_rows_which_a_view_has_cut_folds_what_they_say_alike(how, same):
+    def forward(s, x):
+        y = torch.sigmoid(s.a(x)).view(-1, 9, 4)
+        z = s.l(y) if how == "linear" else y @ s.w if how == "matmul" else None
+        z = torch.einsum("bnc,cd->bnd", y, s.w) if z is None else z
+        return s.o(torch.tanh(z + s.bias).mean(1))
+
+    torch.manual_seed(0)
+    net = Net(forward, a=nn.Linear(4, 36, bias=not same), l=nn.Linear(4, 6),
+              w=nn.Parameter(torch.randn(4, 6)), bias=nn.Parameter(torch.randn(6)),
+              o=nn.Linear(6, 2))  # fmt: skip
+    plan, small = check(net, torch.randn(3, 4, dtype=torch.float64))
+    dropped = any("is dropped" in text for _, text in plan.notes)
+    assert small.a.out_features == 18 and dropped is not same
