@@ -43,6 +43,8 @@ def followed(graph: fx.Graph) -> bool:
 class AtenRecorder(TorchDispatchMode):
     """The aten ops beneath one call, as a small graph of their own."""
 
+    supports_higher_order_operators = True  # such as ``torch.cond``: ops that nobody can follow
+
     def __init__(self, outer: Nodes, inputs: list[tuple[torch.Tensor, int]]) -> None:
         super().__init__()
         self._outer = outer

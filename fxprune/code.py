@@ -177,8 +177,10 @@ def _make_class(base: Any, code: Written) -> type:
         RESIZED: _resized,
         **code.methods_for(base),
     }
-    if issubclass(base, fx.GraphModule):  # whose copies are made from its graph
-        space["__deepcopy__"] = _copied
+    if issubclass(base, fx.GraphModule):  # whose copies, code and pickles are made from its graph
+        space |= {"__deepcopy__": _copied, "graph": property(_of_old_sizes)}
+        space |= {"code": property(lambda self: code.source)}
+        space |= {"recompile": _of_old_sizes, "__reduce_ex__": _of_old_sizes}
     return type(base.__name__, (base,), space)
 
 
@@ -214,6 +216,14 @@ def _copied(self: Any, memo: dict[int, Any]) -> Any:
     new = memo[id(self)] = object.__new__(type(self))
     vars(new).update(copy.deepcopy(vars(self), memo))
     return new
+
+
+def _of_old_sizes(self: Any, *_: Any) -> Any:
+    raise PruningError(
+        f"the graph of this {type(self).__name__} has the sizes from before it was pruned, and its "
+        "forward was written anew. Record it again, by fxprune.trace(model, example_input) or "
+        "torch.fx.symbolic_trace, or prune the module that it was traced from"
+    )
 
 
 def _stale(base: Any, name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import types
 
 import pytest
@@ -228,3 +229,22 @@ def test_a_graph_follows_the_training_flag():
 def test_a_graph_and_inplace_are_not_asked_for_together():
     with pytest.raises(fxprune.SettingError, match="as_graph"):
         fxprune.prune(awake(Scaled()), images(2), as_graph=True, inplace=True)
+
+
+def test_a_graph_module_whose_forward_is_written_anew_has_no_graph_of_old_sizes():
+    class Flat(nn.Module):
+        def forward(self, x):
+            return torch.relu(x).view(-1, 8 * 4)
+
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3), Flat(), nn.Linear(32, 5)).eval()
+    model = torch.fx.symbolic_trace(layers)
+    x = torch.randn(2, 3, 4, 4)
+    small = fxprune.prune(model, x)
+    last = small.get_submodule("2")
+    assert last.in_features == 16 and "view(-1, 16)" in small.code
+    assert torch.equal(copy.deepcopy(small)(x), small(x))
+    for use in (lambda: small.graph, small.recompile, lambda: pickle.dumps(small)):
+        with pytest.raises(fxprune.PruningError, match="sizes from before it was pruned"):
+            use()
+    assert fxprune.trace(small, x)(x).shape == (2, 5)
+    assert torch.equal(fxprune.prune(model, x)(x), small(x))

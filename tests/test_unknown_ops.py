@@ -199,3 +199,15 @@ def test_empty_and_sparse_tensors_are_not_probed(given):
 
     net = Net(forward, a=nn.Linear(6, 8), c=nn.Linear(8, 3))
     check(net, torch.randn(2, 6, dtype=torch.float64), shrinks=False)
+
+
+def test_what_goes_into_a_condition_that_is_an_op_stays():
+    def forward(s, x):
+        y = torch.sigmoid(s.a(x))
+        y = torch.cond(y.sum() > 0, lambda t: t * 2, lambda t: t + 1, (y,))
+        return s.c(torch.sigmoid(s.b(y)))
+
+    net = Net(forward, a=nn.Linear(4, 12), b=nn.Linear(12, 8), c=nn.Linear(8, 2))
+    plan, small = check(net, torch.randn(3, 4, dtype=torch.float64))
+    assert (small.a.out_features, small.b.out_features) == (12, 4)
+    assert "cond" in dict(plan.skipped)["a"]
