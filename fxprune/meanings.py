@@ -199,12 +199,6 @@ class Meanings:
         are what :meth:`Call.tensor` gives."""
         return y
 
-    def keep_rows(self, x: Channels, dim: int) -> None:
-        """A part of ``x`` is read by position along ``dim``: of a cut axis no row there goes."""
-        axis = x.axis(dim)
-        if axis is not None and len(axis.dims) > 1:
-            self.hold(axis, [dim % len(x.shape)])
-
     def positions(self, call: Call, index: Any, x: Channels, dim: int) -> Tensor | None:
         """An index tensor's values where ``x`` has channels along ``dim``: None if it is data.
 

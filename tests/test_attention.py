@@ -204,6 +204,28 @@ def test_29_normalised_queries_and_rotary_embeddings(norm, form):
     assert pruned_units(plan, "qkv") == (4, 2, None) and small.heads == 2
 
 
+@pytest.mark.parametrize("form", ["halves", "slices", "interleaved"])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_29_slices_of_heads_with_rotary_embeddings(form, fused, heads):
+    def forward(s, x):
+        b, n, _ = x.shape
+        q, k, v = s.qkv(x).split(32, -1) if fused else (s.q(x), s.k(x), s.v(x))
+        q, k, v = (t.view(b, n, s.heads, -1).transpose(1, 2) for t in (q, k, v))
+        q, k = (rotate(t, s.cos, s.sin, form) for t in (q, k))
+        return s.out(sdpa(q, k, v).transpose(1, 2).flatten(2))
+
+    torch.manual_seed(0)
+    angles = torch.rand(7, 32 // heads).double()
+    layers = {name: nn.Linear(6, 32) for name in "qkv"}
+    net = Net(forward, qkv=nn.Linear(6, 96), out=nn.Linear(32, 3), cos=angles.cos(),
+              sin=angles.sin(), **layers)  # fmt: skip
+    net.heads = heads
+    plan, small = check(net, tokens(), attention="head_dim")
+    assert small.heads == heads and small.out.in_features == 16
+    assert small.cos.shape[1] == 16 // heads
+
+
 def test_29_a_rotary_table_that_is_a_product_of_frequencies_and_positions():
     def forward(s, x):
         b, n, _ = x.shape
