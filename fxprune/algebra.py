@@ -227,19 +227,26 @@ class Algebra(Meanings):
         return self.move(call, x, lambda t: t.index_select(dim, index), touched=[dim])
 
     def _disjoint(self, call: Call, axes: list[Axis]) -> tuple[Axis, ...]:
-        """Axes, each checked as a rectangle; two that fell on one dimension end there."""
+        """Axes, each checked as a rectangle; of several that fell on one dimension one goes on."""
         kept: list[Axis] = []
         for axis in axes:
             clash = [other for other in kept if set(other.dims) & set(axis.dims)]
             if clash:
-                for other in [*clash, axis]:
+                mixed = [*clash, axis]
+                first = self.decide(call, partial(self._first_of, mixed))
+                for other in [*mixed[:first], *mixed[first + 1 :]]:
                     self.freeze(other, f"two channel dimensions are mixed in {call.name}", call)
-                kept = [other for other in kept if other not in clash]
+                kept = [other for other in kept if other not in clash] + [mixed[first]]
             else:
                 kept.append(axis)
         for axis in kept:
             self.rectangle(axis, call)
         return tuple(kept)
+
+    def _first_of(self, axes: Sequence[Axis]) -> int:
+        """Which of several axes may shrink: one that layers make; heads, or slices of each head."""
+        made = [i for i, axis in enumerate(axes) if self.is_made(axis)] or [*range(len(axes))]
+        return made[-1 if self.attention == "head_dim" else 0]
 
     def view(self, call: Call, x: Channels, shape: tuple[int, ...]) -> Channels:
         """The elements of ``x`` in the same order under another shape."""

@@ -156,6 +156,8 @@ def _skipped(planner: Planner, result: PruningPlan) -> list[tuple[str, str]]:
     """Layers with weights that keep every output channel, and why."""
     skipped = []
     used = {s.name for s in planner.relations.sources}
+    bare = used - {s.name for s in planner.relations.sources if not s.role.startswith("bare")}
+    whole = {a.name: g.frozen for g in planner.groups if g.frozen for a in g.axes if a.name in bare}
     for group, shown in zip(planner.groups, result.groups, strict=True):
         if shown.frozen:
             for axis in group.producers:
@@ -188,4 +190,5 @@ def _skipped(planner: Planner, result: PruningPlan) -> list[tuple[str, str]]:
             )
         elif not names & used:
             skipped.append((path, "fxprune has no pattern for how its weight is used"))
+        skipped += [(path, whole[name]) for name in sorted(names & whole.keys())]
     return list(dict.fromkeys(skipped))

@@ -99,6 +99,8 @@ class Discover(Sayings):
         # Why a computed tensor cannot be set, "" where it can or is a tensor of the model itself.
         self._computed: dict[str, str] = dict.fromkeys(trace.names.values(), "")
         self._rectangles = Rectangles()
+        self._buffers = {name for name, _ in trace.model.named_buffers()}
+        self._buffers |= {fixed.name for fixed in fixed_tensors(self.modules)}
         self._spread: list[np.ndarray] = []
         # Parameters whose axes have met one over as many dimensions: which of theirs.
         self.better_together: dict[str, tuple[int, ...]] = {}
@@ -228,6 +230,12 @@ class Discover(Sayings):
 
     def as_it_is(self, axis: SourceAxis) -> SourceAxis:
         return self._by_key[axis.name, axis.view, axis.dims]
+
+    def is_made(self, axis: Axis) -> bool:
+        starts = np.array([source.first for source in self.sources])
+        at = np.searchsorted(starts, axis.units.reshape(-1).numpy(), side="right") - 1
+        sources = (self.sources[i] for i in distinct(at[at >= 0]))
+        return any(s.role == "out" and s.name not in self._buffers for s in sources)
 
     def _check_computed(self, axis: SourceAxis) -> None:
         """A tensor that a parametrization computes has to take smaller values back."""
@@ -383,10 +391,8 @@ class Discover(Sayings):
         makes one unit of all heads: better they stay, and heads can go."""
         if not self._spread:
             return set()
-        buffers = {name for name, _ in self.trace.model.named_buffers()}
         # A layer whose heads are shared can shrink, a table of frequencies is only read.
-        made = {s.name for s in self.sources if s.role == "out"} - buffers
-        made -= {fixed.name for fixed in fixed_tensors(self.modules)}
+        made = {s.name for s in self.sources if s.role == "out"} - self._buffers
         found: set[str] = set()
         for rectangle in self._rectangles:
             classes = distinct(relations.classes[rectangle.units.numpy()])

@@ -107,13 +107,19 @@ def _explain(group: Group, relations: Relations) -> None:
     """Why a group stays whole, if it does."""
     if not group.producers:
         group.frozen = "no layer makes these channels: they are read from the input or a constant"
+        if all(axis.role.startswith("bare") for axis in group.axes):  # a parameter that code uses
+            note = _note_of(_labels(group), relations)
+            group.frozen, group.line = (note.reason, note.line) if note else (group.frozen, "")
     elif not len(group.units):
-        labels = np.concatenate([np.arange(a.first, a.first + a.size) for a in group.axes])
-        note = _note_for(labels, relations)
+        note = _note_for(_labels(group), relations)
         group.frozen = note.reason if note else "its channels cannot change"
         group.line = note.line if note else ""
     elif len(group.units) == 1:
         group.frozen = "it has a single unit, and one has to stay"
+
+
+def _labels(group: Group) -> np.ndarray:
+    return np.concatenate([np.arange(a.first, a.first + a.size) for a in group.axes])
 
 
 def _note_for(labels: np.ndarray, relations: Relations) -> Note | None:

@@ -71,6 +71,10 @@ class Meanings:
     def join(self, a: Axis, b: Axis, call: Call) -> None:
         """Slices at one position of two axes belong to one unit: they meet there."""
 
+    def is_made(self, axis: Axis) -> bool:
+        """Whether layers make its slices, and not parameters that code uses as they are, or buffers."""
+        return True
+
     def join_whole(self, axis: Axis, head: Tensor, call: Call) -> None:
         """Slices along some dimensions of an axis belong to one unit: that of ``head``."""
 

@@ -162,3 +162,39 @@ def at(v):
 def test_what_is_the_same_everywhere_is_as_large_as_what_is_left(forward, seed):
     plan, small = check(net(forward, seed), X)
     assert small.q.out_features == 12
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])
+@pytest.mark.parametrize("outer", [False, True])
+def test_of_two_dimensions_that_a_flatten_joins_the_one_that_layers_make_shrinks(kind, outer):
+    """Fourier features: frequencies are a table's, the channels that meet them a layer's."""
+
+    def forward(s, x):
+        y = torch.sigmoid(s.a(x))
+        y = y[..., None] * s.rates
+        y = y.transpose(-1, -2) if outer else y
+        return s.b(torch.cos(y).flatten(1))
+
+    torch.manual_seed(0)
+    rates = torch.rand(5, dtype=torch.float64) + 0.5
+    net = Net(forward, a=nn.Linear(6, 8), b=nn.Linear(40, 3))
+    if kind == "buffer":
+        net.register_buffer("rates", rates)
+    else:
+        net.rates = nn.Parameter(rates) if kind == "parameter" else rates
+    plan, small = check(net, torch.randn(4, 6, dtype=torch.float64))
+    assert (small.a.out_features, len(small.rates)) == (4, 5), plan
+
+
+@pytest.mark.parametrize("attention, left", [("heads", (2, 3)), ("head_dim", (4, 2))])
+def test_heads_of_their_own_weights_are_flattened(attention, left):
+    def forward(s, x):
+        q, k, v = (torch.einsum("bnd,hdk->bhnk", x, w) for w in (s.q, s.k, s.v))
+        y = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        return s.out(y.transpose(1, 2).flatten(2))
+
+    torch.manual_seed(0)
+    weights = {name: nn.Parameter(torch.randn(4, 6, 3) * 0.5) for name in "qkv"}
+    net = Net(forward, out=nn.Linear(12, 2), **weights)
+    _, small = check(net, torch.randn(2, 5, 6, dtype=torch.float64), attention=attention)
+    assert (small.v.shape[0], small.v.shape[2]) == left
