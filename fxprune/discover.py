@@ -192,7 +192,7 @@ class Discover(Sayings):
         self._spoken = None
         axes = []
         for d, n in enumerate(call.shape):
-            if n > 1 and call.spec.is_inexact and (dims is None or d in dims):
+            if n > 1 and not call.spec.is_index and (dims is None or d in dims):
                 labels = self.labels.fresh(n)
                 axes.append(Axis((d,), labels, self.filled(value, n), blank=True))
         return Channels(call.shape, tuple(axes))

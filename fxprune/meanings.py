@@ -72,7 +72,7 @@ class Meanings:
         """Slices at one position of two axes belong to one unit: they meet there."""
 
     def is_made(self, axis: Axis) -> bool:
-        """Whether layers make its slices, and not parameters that code uses as they are, or buffers."""
+        """Whether layers make its slices: not buffers, nor parameters that code uses bare."""
         return True
 
     def join_whole(self, axis: Axis, head: Tensor, call: Call) -> None:

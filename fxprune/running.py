@@ -9,9 +9,10 @@ import inspect
 import random
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import is_dataclass
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from . import tree
 from .errors import SettingError
-from .inspecting import parts_of
+from .inspecting import OF_TORCH, parts_of
 
 # Running a model sets and draws what is the process's: modes, seeds, the code of modules' calls.
 LOCK = threading.RLock()
@@ -96,6 +97,15 @@ def on_cpu() -> Iterator[None]:
 
 
 _EMPTY: dict[str, Any] = {}
+# Generators of random numbers that a module may have: how their state is read and set.
+_STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.Generator: (
+        lambda g: g.bit_generator.state,
+        lambda g, state: setattr(g.bit_generator, "state", state),
+    ),
+}
 _PLAIN = frozenset((bool, int, float, str, type(None), tuple))
 
 
@@ -117,10 +127,11 @@ def _evaluating(model: nn.Module, training: bool) -> Iterator[None]:
     spaces: list[tuple[dict, dict]] = []
     lists: list[tuple[Any, list]] = []
     held: list[Any] = []
+    drawn: list[Callable[[], Any]] = []
     for m in modules:
         own = vars(m)
         spaces.append((own, dict(own)))
-        for value in own.values():
+        for key, value in own.items():
             kind = type(value)
             if kind in _PLAIN:
                 continue
@@ -128,6 +139,12 @@ def _evaluating(model: nn.Module, training: bool) -> Iterator[None]:
                 spaces.append((value, dict(value) if value else _EMPTY))
             elif isinstance(value, (list, set, deque)):
                 lists.append((value, list(value)))
+            elif kind in _STATES:
+                read, write = _STATES[kind]
+                drawn.append(partial(write, value, read(value)))
+            if key not in OF_TORCH and isinstance(value, (dict, list, set, deque)):
+                inside = value.values() if isinstance(value, dict) else value
+                held += [t for t in inside if type(t) is Tensor and t.is_leaf]
             # Those with a history are computed anew before each run (nn.utils.weight_norm).
             elif isinstance(value, Tensor) and value.is_leaf:
                 held.append(value)
@@ -156,6 +173,8 @@ def _evaluating(model: nn.Module, training: bool) -> Iterator[None]:
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
+            for set_back in drawn:
+                set_back()
             for space, before in spaces:
                 if space or before:
                     _restore(space, before)

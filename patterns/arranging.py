@@ -114,13 +114,21 @@ def repeat(a, call):
     return repeated_by_a_number(a, call, y)
 
 
-@register("repeat_interleave")
+def new_repeat_interleave(call, new):
+    x, times, dim = call.channels(), call.arg(1, "repeats"), call.arg(2, "dim")
+    alone = isinstance(times, int) and dim is not None and x.axis(dim) is None
+    return {(1, "repeats"): new.result[dim] // x.shape[dim]} if alone and x.shape[dim] else {}
+
+
+@register("repeat_interleave", resize=new_repeat_interleave)
 def repeat_interleave(a, call):
-    """y[i] = x[i div k]: each slice k times."""
+    """y[i] = x[i div k]: each slice k times; what has no channels as often as what it meets has."""
     x, times, dim = call.channels(), call.arg(1, "repeats"), call.arg(2, "dim")
     if not isinstance(times, int) or dim is None:
         return a.unknown(call)
     dim %= len(x.shape)
+    if not x.axes and not any(map(a.varies, given(call))):
+        return a.blank(call, None, [dim])
     shape = tuple(n * times if d == dim else n for d, n in enumerate(x.shape))
     return a.move(call, x, lambda t: t.repeat_interleave(times, dim), shape)
 

@@ -652,3 +652,52 @@ def test_what_all_heads_share_ties_them_whatever_their_number(heads, each, atten
     x = torch.randn(2, 5, 3, dtype=torch.float64)
     plan, small = check(net, x, attention=attention)
     assert small.qkv.out_features == 3 * heads * each // 2, plan
+
+
+MASKS = {
+    "expand": lambda m, b, h, n: m[:, None, None].expand(b, h, n, n),
+    "expand at a number": lambda m, b, h, n: m[:, None, None].expand(-1, 4, n, -1),
+    "repeat": lambda m, b, h, n: m[:, None, None].repeat(1, h, n, 1),
+    "repeat_interleave": lambda m, b, h, n: m.repeat_interleave(h, 0)[:, None].view(b, h, 1, n),
+    "repeat_interleave at a number": lambda m, b, h, n: m.repeat_interleave(4, dim=0).view(
+        b, -1, 1, n
+    ),
+}
+
+
+@pytest.mark.parametrize("spread", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("attention", ["heads", "head_dim"])
+def test_masks_that_are_laid_out_for_every_head_are_as_many_as_heads_are_left(spread, attention):
+    def forward(s, x, mask):
+        b, n, _ = x.shape
+        q, k, v = s.qkv(x).view(b, n, 3, s.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = (q @ k.transpose(-2, -1)).masked_fill(~spread(mask, b, s.heads, n), -1e9)
+        return s.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    torch.manual_seed(0)
+    net = Net(forward, qkv=nn.Linear(6, 48), out=nn.Linear(16, 3))
+    net.heads = 4
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[0, 5:] = False
+    plan, small = check(net, (tokens(), mask), attention=attention)
+    assert small.out.in_features == 8, plan
+
+
+@pytest.mark.parametrize("heads_in_batch", [True, False])
+def test_masks_meet_heads_that_lie_in_the_batch(heads_in_batch):
+    def forward(s, x, mask):
+        b, n, _ = x.shape
+        h = s.heads
+        q, k, v = (f(x).view(b, n, h, -1).transpose(1, 2).flatten(0, 1) for f in (s.q, s.k, s.v))
+        scores = q @ k.transpose(1, 2)
+        mask = mask.repeat_interleave(h, 0)[:, None] if heads_in_batch else mask[:1, None]
+        y = scores.masked_fill(~mask, -1e9).softmax(-1) @ v
+        return s.out(y.view(b, h, n, -1).transpose(1, 2).flatten(2))
+
+    torch.manual_seed(0)
+    net = Net(forward, **{f: nn.Linear(6, 16) for f in "qkv"}, out=nn.Linear(16, 3))
+    net.heads = 4
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[:, 5:] = False
+    plan, small = check(net, (tokens(), mask))
+    assert small.heads == 2, plan
