@@ -6,7 +6,6 @@ they were computed by; what no recorded call has made is a tensor of the model o
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -165,17 +164,28 @@ class Nodes:
             return value.item()
         if type(value) is StandIn:
             value = value.real
-        if self._returning and (inside := list(dict.fromkeys(tree.tensors(value)))):
-            empty = {id(t): torch.empty(0) for t in inside}
-            with contextlib.suppress(TypeError, copy.Error, RuntimeError, NotImplementedError):
-                like = self._constant(copy.deepcopy(value, empty), "object")
-                parts = (like, *map(self.tensor, inside))
-                return self.add(self.graph.call_function(Filled, parts), value)
+        if self._returning:
+            made = self._made_again(value)
+            if made is not None:
+                return made
         # An object of the model's own. Where it is handed to code that is recorded too, its tensors
         # are known when they come back; elsewhere they go where no rule can follow.
         for each in () if self._handing else tree.tensors(value):
             self.escapes(each, f"a {type(value).__name__}")
         return self._constant(value, "object")
+
+    def _made_again(self, value: Any) -> fx.Node | None:
+        """An object that the model returns, with the tensors in it as nodes; None where there are
+        none, or it cannot be copied."""
+        inside = list(dict.fromkeys(tree.tensors(value)))
+        if not inside:
+            return None
+        try:  # like it, but without its tensors, which would stay alive
+            like = copy.deepcopy(value, {id(t): torch.empty(0) for t in inside})
+        except (TypeError, copy.Error, RuntimeError, NotImplementedError):
+            return None
+        parts = (self._constant(like, "object"), *map(self.tensor, inside))
+        return self.add(self.graph.call_function(Filled, parts), value)
 
     def tells(self, x: torch.Tensor, name: str, value: Any) -> None:
         """Code has asked a tensor for its type or device (``value``, by ``name``), which it may
