@@ -70,7 +70,10 @@ def _read(question: sizes.Question) -> list[sizes.Dimension]:
 
 
 def _depends_on_input(question: sizes.Question) -> bool:
-    return question.function not in _OF_TEXT and bool(_read(question))
+    read = _read(question)
+    # Whether a batch is as large as another is what caches ask; what they keep is the same for it.
+    of_caches = question.function in (operator.eq, operator.ne) and all(o.dim == 0 for o in read)
+    return bool(read) and not of_caches and question.function not in _OF_TEXT
 
 
 def _dim(node: fx.Node) -> int:

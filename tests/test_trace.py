@@ -280,3 +280,18 @@ def test_a_graph_that_took_a_branch_by_a_size_asks_again_and_takes_views_as_they
     assert torch.equal(graph(other), model(other)) and "len" not in graph.code
     with pytest.raises(fxprune.PruningError, match=r"gt\(5, 4\) was True; it is False now"):
         graph(torch.randn(3, 3, 6))
+
+
+def test_a_cache_that_asks_whether_the_batch_is_as_large_as_the_last_one_is_no_condition():
+    def forward(s, x):
+        if s.seen != tuple(x.shape):  # as detectors keep their anchors
+            s.seen, s.table = tuple(x.shape), torch.arange(x.shape[1]).to(x)
+        return s.a(x) * s.table[:, None]
+
+    model = Net(forward, a=nn.Linear(6, 6), seen=None, table=None).eval()
+    model(torch.randn(2, 5, 6))
+    graph = fxprune.trace(model, torch.randn(2, 5, 6))
+    other = torch.randn(3, 5, 6)
+    assert torch.equal(graph(other), model(other))
+    with pytest.raises(fxprune.PruningError, match="it is False now"):
+        graph(torch.randn(3, 7, 6))
