@@ -333,16 +333,15 @@ class Algebra(Meanings):
         passed = [self.contraction_constants(axis, xs, ws) for axis in axes]
         return remap(Channels(met.shape, tuple(passed)), result, shape)
 
-    def keep_rows(self, call: Call, x: Channels, dim: int, *, several: bool = False) -> None:
+    def keep_rows(self, x: Channels, dim: int, *, several: bool = False) -> None:
         """A row of ``x`` is read by its place along ``dim``, or ``several`` are: of a cut axis no
-        row goes there. Of several slices of each head (a rotary embedding's halves) the same may
-        go."""
+        row goes there. Slices of heads (a rotary embedding's halves) are a part, of which equally
+        many go in each."""
         axis, dim = x.axis(dim), dim % len(x.shape)
-        if axis is not None and len(axis.dims) > 1:
-            if several and self.attention == "head_dim" and dim == axis.dims[-1]:
-                self.tie(call, axis, (dim,))
-            else:
-                self.hold(axis, [dim])
+        if axis is None or len(axis.dims) == 1:
+            return
+        if not (several and self.attention == "head_dim" and dim == axis.dims[-1]):
+            self.hold(axis, [dim])
 
     def _cut(self, call: Call, axis: Axis, rest: tuple[int, ...], operands) -> Axis | None:
         """An axis over several dimensions of which some are contracted: what is left of it.

@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import linecache
+import operator
 import textwrap
 import types
 from collections.abc import Callable, Iterator
@@ -178,8 +179,7 @@ def _make_class(base: Any, code: Written) -> type:
         **code.methods_for(base),
     }
     if issubclass(base, fx.GraphModule):  # whose copies, code and pickles are made from its graph
-        space |= {"__deepcopy__": _copied, "graph": property(_of_old_sizes)}
-        space |= {"code": property(lambda self: code.source)}
+        space |= {"__deepcopy__": _copied, "code": property(lambda self: code.source)}
         space |= {"recompile": _of_old_sizes, "__reduce_ex__": _of_old_sizes}
     return type(base.__name__, (base,), space)
 
@@ -264,13 +264,36 @@ def expect_answer(answer: Any, recorded: Any, question: str) -> None:
         )
 
 
+# What code asks of sizes that a graph can ask again.
+QUESTIONS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
+        operator.truth, int, float, len,
+    )
+}  # fmt: skip
+
+
+def expect_again(function: str, recorded: Any, question: str, *operands: Any) -> None:
+    """A question of the code's as one call of a graph, which is recorded as such where somebody
+    records it (as pickling a graph does)."""
+    for operand in operands:
+        if isinstance(operand, fx.Proxy):
+            given = (function, recorded, question, *operands)
+            operand.tracer.create_proxy("call_function", expect_again, given, {})
+            return
+    expect_answer(QUESTIONS[function](*operands), recorded, question)
+
+
 def _same(now: Any, recorded: Any) -> bool:
     if now is recorded:
         return True
+    if isinstance(now, Tensor) and torch.jit.is_tracing():  # where sizes are tensors
+        now = now.item()
     if isinstance(now, Tensor) or isinstance(recorded, Tensor):
         return False
     if isinstance(recorded, bool):  # traced sizes make answers of a kind of their own
-        return bool(now) is recorded
+        return (True if now else False) == recorded  # noqa: SIM210 (which compilers follow)
     return bool(now == recorded) or (now != now and recorded != recorded)  # NaN
 
 

@@ -13,10 +13,9 @@ from typing import Any
 from torch import fx
 
 from . import sizes
-from .code import expect_answer
+from .code import QUESTIONS, expect_again
+from .ops import argument_names, op_name
 from .recording import Trace
-
-_OF_TEXT = (hash, str, repr, format)  # what is asked for a message, or for a key
 
 
 def number_in(
@@ -48,19 +47,18 @@ def checked(trace: Trace) -> fx.Graph:
     def attribute(name: str) -> fx.Node:
         return graph.create_node("get_attr", name)
 
+    def expect(function: Callable[..., Any], answer: Any, text: str, *operands: Any) -> None:
+        graph.call_function(expect_again, (function.__name__, answer, text, *operands))
+
     for node in trace.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         for key in [key for key, sources in waiting.items() if sources <= copies.keys()]:
             del waiting[key]
-            question = asked[key]
-            operands = [
-                number_in(graph, n, copies.__getitem__, attribute) for n in question.operands
-            ]
-            answer = graph.call_function(question.function, tuple(operands))
-            graph.call_function(expect_answer, (answer, question.answer, str(question)))
-        if node.target == "unbind" and not _is_written(node.args[0], _dim(node)):
-            count, parts = graph.call_function(len, (copies[node],)), len(node.meta["spec"])
-            graph.call_function(expect_answer, (count, parts, f"len({node.name})"))
+            question, value = asked[key], copies.__getitem__
+            operands = [number_in(graph, n, value, attribute) for n in question.operands]
+            expect(question.function, question.answer, str(question), *operands)
+        if _counts_parts(node):
+            expect(len, len(node.meta["spec"]), f"len({node.name})", copies[node])
     return graph
 
 
@@ -73,18 +71,26 @@ def _depends_on_input(question: sizes.Question) -> bool:
     read = _read(question)
     # Whether a batch is as large as another is what caches ask; what they keep is the same for it.
     of_caches = question.function in (operator.eq, operator.ne) and all(o.dim == 0 for o in read)
-    return bool(read) and not of_caches and question.function not in _OF_TEXT
+    return bool(read) and not of_caches and question.function in QUESTIONS.values()
 
 
-def _dim(node: fx.Node) -> int:
-    return node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)  # type: ignore
+def _counts_parts(node: fx.Node) -> bool:
+    """Whether a call takes a tensor apart, in as many parts as its size says."""
+    if op_name(node.target) not in ("unbind", "split", "unsafe_split"):
+        return False
+    given = dict(zip(argument_names(node.target, len(node.args)) or (), node.args, strict=False))
+    given |= node.kwargs
+    by_list = any(isinstance(value, (list, tuple)) for value in given.values())
+    x: Any = node.args[0] if node.args else None
+    return not by_list and isinstance(x, fx.Node) and not _is_written(x, given.get("dim", 0))
 
 
-def _is_written(x: Any, dim: int) -> bool:
+def _is_written(x: Any, dim: Any) -> bool:
     """Whether the code has a number for a dimension's size: ``view(b, n, 3, -1).unbind(2)``."""
+    given = x.args[1:] or tuple(x.kwargs.values())
+    sizes = given[0] if given and isinstance(given[0], (tuple, list)) else given
+    if not isinstance(dim, int) or not -len(sizes) <= dim < len(sizes):
+        return False
     if x.target == "permute":
-        order = x.args[1] if isinstance(x.args[1], (tuple, list)) else x.args[1:]
-        return _is_written(x.args[0], order[dim])
-    given = x.args[1:] if x.target in ("view", "reshape") else ()
-    shape = given[0] if given and isinstance(given[0], (tuple, list)) else given
-    return bool(shape) and isinstance(shape[dim], int) and shape[dim] > 0
+        return _is_written(x.args[0], sizes[dim])
+    return x.target in ("view", "reshape") and isinstance(sizes[dim], int) and sizes[dim] > 0

@@ -96,6 +96,8 @@ class Nodes:
         for name, value in [*zip(names, args, strict=True), *kwargs.items()]:
             node = self.add(self.graph.placeholder(name), value)
             self.learn(value, node, ())
+            if node.meta["spec"] is None and tree.tensors(value):
+                node.meta["object"] = type(value).__name__
         return args, kwargs
 
     def add(self, node: fx.Node, value: Any) -> fx.Node:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial, reduce
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn, overrides
 from torch.nn.utils.parametrize import ParametrizationList
@@ -244,6 +245,8 @@ class Recorder(TorchFunctionMode):
             self._unsaid(f"goes by the {name} of a tensor")
         if name == "__get__":
             return self._record_property(func, args)
+        if name in ("__getitem__", "__setitem__"):
+            args = (args[0], _index_of_tensors(args[1]), *args[2:])
         if name == "__getitem__":
             target = operator.getitem
         elif getattr(torch.Tensor, name, None) is func and not name.startswith("__"):
@@ -360,6 +363,13 @@ class Recorder(TorchFunctionMode):
         if key not in self._probes:
             self._probes[key] = probe(name, run, args, kwargs, value)
         return self._probes[key]
+
+
+def _index_of_tensors(index: Any) -> Any:
+    """An index with tensors in the place of NumPy's arrays, which PyTorch takes for such."""
+    if isinstance(index, np.ndarray):
+        return torch.from_numpy(index)
+    return tree.rebuild(index, _index_of_tensors) if isinstance(index, tuple) else index
 
 
 def _has_objects(value: Any, said: Any) -> bool:

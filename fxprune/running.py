@@ -56,6 +56,7 @@ def _copied(value: Any) -> Any:
         return value.detach().clone()
     rebuilt = tree.rebuild(value, _copied)
     handed_on = isinstance(value, (type, nn.Module)) or callable(value)
+    handed_on |= any(isinstance(v, nn.Module) for v in getattr(value, "__dict__", {}).values())
     if rebuilt is not value or handed_on or not hasattr(value, "__dict__"):
         return rebuilt
     try:  # a cache of keys and values, a batch of a class of its own
@@ -144,7 +145,7 @@ def _evaluating(model: nn.Module, training: bool) -> Iterator[None]:
                 drawn.append(partial(write, value, read(value)))
             if key not in OF_TORCH and isinstance(value, (dict, list, set, deque)):
                 inside = value.values() if isinstance(value, dict) else value
-                held += [t for t in inside if type(t) is Tensor and t.is_leaf]
+                held += [t for t in inside if type(t) is Tensor and _can_be_set_back(t)]
             # Those with a history are computed anew before each run (nn.utils.weight_norm).
             elif isinstance(value, Tensor) and value.is_leaf:
                 held.append(value)
@@ -197,6 +198,10 @@ def _evaluating(model: nn.Module, training: bool) -> Iterator[None]:
                         buffer.copy_(values)
                     if buffer.requires_grad != grad:
                         buffer.requires_grad_(grad)
+
+
+def _can_be_set_back(t: Tensor) -> bool:
+    return t.is_leaf and t.layout == torch.strided and not t.is_meta and not t.is_nested
 
 
 @contextlib.contextmanager

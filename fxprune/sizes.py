@@ -78,6 +78,13 @@ class TracedInt(int):
     origin: Origin
 
 
+class TracedProduct(TracedInt):
+    """What ``numpy.prod`` makes of a shape, as a number of NumPy's would be used."""
+
+    def item(self) -> TracedProduct:
+        return self
+
+
 class TracedFloat(float):
     origin: Origin
 
@@ -170,7 +177,7 @@ def expression(number: Any) -> Any:
 
 _BINARY = ("add", "sub", "mul", "floordiv", "mod", "pow", "truediv", "lshift", "rshift",
            "and", "or", "xor")  # fmt: skip
-_NUMBERS = (int, float, TracedInt, TracedFloat)
+_NUMBERS = (int, float, TracedInt, TracedProduct, TracedFloat)
 
 
 def _install(base: type, cls: type) -> None:
@@ -227,8 +234,7 @@ def _install(base: type, cls: type) -> None:
     for name in ("real", "numerator"):
         if hasattr(base, name):
             setattr(cls, name, property(itself))
-    for name in ("conjugate", "item"):  # the latter as numpy's numbers have it
-        setattr(cls, name, itself)
+    setattr(cls, "conjugate", itself)  # noqa: B010
 
 
 _install(int, TracedInt)
@@ -385,7 +391,10 @@ def _array_product(numbers: Any, *rest: Any, **named: Any) -> Any:
     """``numpy.prod``, which makes numbers of its own of a shape."""
     flat = isinstance(numbers, (list, tuple)) and all(type(n) in _NUMBERS for n in numbers)
     if flat and not rest and not named and holds_traced(numbers):
-        return _product(numbers)
+        whole = _product(numbers)
+        product = TracedProduct(plain(whole))
+        product.origin = whole.origin
+        return product
     return _numpys_prod(numbers, *rest, **named)
 
 
@@ -404,27 +413,36 @@ def traced_builtins() -> Iterator[None]:
     what they make of them knows its origin, or is an answer. Modules that are imported meanwhile
     find Python's, for they may keep what they find."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in _READING]
-    importing, depth = builtins.__import__, 0
+    depth = 0
 
     def put(functions: list[tuple[Any, str, Any]]) -> None:
         for owner, name, function in functions:
             setattr(owner, name, function)
 
-    def import_first(name: str, *args: Any, **named: Any) -> Any:
+    def run(execute: Callable[[Any], Any], module: Any) -> None:
         nonlocal depth
-        if name in sys.modules:  # a relative name may be another's, which is all the same
-            return importing(name, *args, **named)
         depth += 1
         put(before)
         try:
-            return importing(name, *args, **named)
+            execute(module)
         finally:
             depth -= 1
             if not depth:
                 put(_READING)
 
-    put([*_READING, (builtins, "__import__", import_first)])
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        others = (f for f in sys.meta_path if f is not finder and hasattr(f, "find_spec"))
+        found = next(filter(None, (f.find_spec(name, path, target) for f in others)), None)
+        loader: Any = getattr(found, "loader", None)
+        if hasattr(loader, "exec_module") and not isinstance(loader, type):  # of a file
+            loader.exec_module = functools.partial(run, loader.exec_module)
+        return found
+
+    finder: Any = types.SimpleNamespace(find_spec=find_spec)
+    put(_READING)
+    sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
-        put([*before, (builtins, "__import__", importing)])
+        sys.meta_path.remove(finder)
+        put(before)

@@ -144,7 +144,9 @@ class Method:
             self._check_call(node, recorded)
             if fault.instead is not None:
                 self._rename(node, fault.instead)
-            shift = recorded.op == "call_method"
+            # ``torch.Tensor.view(x, …)`` has the tensor among its arguments.
+            unbound = self._global(node.func) is not None
+            shift = recorded.op == "call_method" and not unbound
             named = {k.arg: k.value for k in node.keywords}
             if fault.instead is not None and name in named:
                 raise CannotPatch
@@ -277,7 +279,7 @@ def _is_shape(value: ast.expr) -> bool:
 def _called(node: ast.Call) -> Any:
     """The method of a tensor that a call may be of, by its name."""
     function: Any = node.func
-    return function.attr if isinstance(function, ast.Attribute) else function.id
+    return getattr(function, "attr", getattr(function, "id", ""))
 
 
 _BINARY = {

@@ -42,6 +42,12 @@ def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
     """
     with uncollected():
         recorded = record(model, example_input)
+        for node in recorded.graph.nodes:
+            if "object" in node.meta:
+                raise ModelError(
+                    f"{type(model).__name__} takes a {node.meta['object']} with tensors in it, "
+                    "which a graph cannot read. Pass tensors, or do without a graph"
+                )
         trained = cache(partial(record_training, model, example_input))
         for node, flags in flags_of(recorded, trained).items():
             for place, train in flags:

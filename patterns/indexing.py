@@ -178,7 +178,7 @@ def pick(a, call, x, index, shape):
         elif isinstance(item, slice) and not range(x.shape[dim])[item]:
             item = slice(0, 1)  # nothing of it is left, but of what lies beside it
         if dim is not None and not is_full(item):
-            a.keep_rows(call, x, dim, several=isinstance(item, slice))
+            a.keep_rows(x, dim, several=isinstance(item, slice))
             touched.append(dim)
         items.append(item)
     picked = [

@@ -25,7 +25,7 @@ def select(a, call):
     at = call.arg(2, "index")
     if isinstance(at, (Channels, Named)):
         x, at = anywhere(a, call, x, dim), 0
-    a.keep_rows(call, x, dim)
+    a.keep_rows(x, dim)
     return a.move(call, x, lambda t: t.select(dim, at), touched=[dim])
 
 

@@ -337,3 +337,32 @@ def test_a_question_that_would_be_an_error_at_the_new_width_has_another_answer()
 
     plan, _ = check(conv_net(forward), image(), shrinks=False)
     assert plan.code or plan.skipped
+
+
+def test_an_index_of_numpy_is_followed():
+    at = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+    plan, _ = check(conv_net(lambda s, y: y[:, at]), image(), shrinks=False)
+    assert "getitem" in dict(plan.skipped)["a"]
+
+
+@pytest.mark.parametrize("reshape", [
+    lambda y: torch.Tensor.view(y, -1, 8 * 64),
+    lambda y: getattr(y, "view")(-1, 8 * 64),  # noqa: B009
+])  # fmt: skip
+def test_methods_that_are_called_in_roundabout_ways_get_their_new_sizes(reshape):
+    class Roundabout(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(512, 4)
+
+        def forward(self, x):
+            return self.b(reshape(torch.sigmoid(self.a(x))))
+
+    plan, small = check(Roundabout(), image())
+    assert small.a.out_channels == 4
+
+
+def test_numbers_that_are_traced_have_no_more_than_python_s_own():
+    model = conv_net(lambda s, y: y * (2 if hasattr(y.shape[1], "item") else 1)).eval().float()
+    x = image().float()
+    assert torch.equal(fxprune.trace(model, x)(x), model(x))

@@ -275,3 +275,17 @@ def test_an_object_that_a_model_returns_is_made_again_by_the_graph(how):
     x, y = torch.randn(2, 4, 6, dtype=torch.float64)
     assert fxprune.prune(model, x).a.out_features == 4  # the reference is a graph's
     assert difference(run(fxprune.trace(model, x), y), run(model, y)) == 0
+
+
+def test_an_input_that_holds_a_part_of_the_model_is_no_reason_to_copy_it():
+    model = Net(lambda s, x, box: s.b(torch.relu(box.layer(x))), a=nn.Linear(6, 8),
+                b=nn.Linear(8, 3)).eval()  # fmt: skip
+    box = Box(None)
+    box.layer = model.a
+    assert fxprune.plan(model, (torch.randn(2, 6), box)).groups[0].kept == 4
+
+
+def test_tensors_without_numbers_in_containers_are_left_alone():
+    model = Net(lambda s, x: s.b(torch.relu(s.a(x))), a=nn.Linear(6, 8), b=nn.Linear(8, 3)).eval()
+    model.held = [torch.empty(3, device="meta"), torch.nested.nested_tensor([torch.ones(2)])]
+    assert fxprune.plan(model, torch.randn(2, 6)).groups[0].kept == 4

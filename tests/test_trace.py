@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import operator
+import pickle
 import types
 import weakref
 from typing import Any
@@ -295,3 +296,57 @@ def test_a_cache_that_asks_whether_the_batch_is_as_large_as_the_last_one_is_no_c
     assert torch.equal(graph(other), model(other))
     with pytest.raises(fxprune.PruningError, match="it is False now"):
         graph(torch.randn(3, 7, 6))
+
+
+class Asks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = self.a(x) / math.sqrt(x.size(-1))
+        if x.shape[-1] < 3 or x.shape[1].bit_length() > 9:  # which no graph asks again
+            raise ValueError
+        parts = x.permute(dims=(1, 0, 2)).unbind(0)
+        return sum(parts) + sum(torch.unbind(x.view(torch.int32), 1)).sum()
+
+
+@pytest.mark.parametrize("how", ["pickle", "symbolic", "jit", "compile"])
+def test_a_graph_that_asks_again_is_pickled_recorded_and_compiled(how):
+    x = torch.randn(2, 5, 6)
+    model = Asks().eval()
+    graph = fxprune.trace(model, x)
+    if how == "pickle":
+        again = pickle.loads(pickle.dumps(graph))
+    elif how == "symbolic":
+        again = fx.symbolic_trace(graph)
+    elif how == "jit":
+        again = torch.jit.trace(graph, x)
+    else:
+        again = torch.compile(graph, backend="eager", fullgraph=True)
+    assert torch.equal(again(x), model(x))
+    if how in ("pickle", "symbolic"):
+        with pytest.raises(fxprune.PruningError, match="it is 7 now"):
+            again(torch.randn(2, 7, 6))
+
+
+@pytest.mark.parametrize("parts", [
+    lambda x: torch.unbind(x, 1), lambda x: x.unbind(dim=1), lambda x: x.split(3, 1),
+    lambda x: torch.split(x, 2, dim=1), lambda x: x.split(1, 1),
+])  # fmt: skip
+def test_a_graph_counts_parts_of_a_sequence_however_it_is_taken_apart(parts):
+    model = Net(lambda s, x: sum(part.sum() for part in parts(s.a(x))), a=nn.Linear(6, 6)).eval()
+    graph = fxprune.trace(model, torch.randn(2, 6, 6))
+    other = torch.randn(3, 6, 6)
+    assert torch.equal(graph(other), model(other))
+    with pytest.raises(fxprune.PruningError, match=r"len\(\w+\) was"):
+        graph(torch.randn(2, 9, 6))
+
+
+def test_a_graph_cannot_take_objects():
+    def forward(s, box):
+        return s.a(box.x)
+
+    model = Net(forward, a=nn.Linear(6, 6)).eval()
+    with pytest.raises(fxprune.ModelError, match="takes a SimpleNamespace with tensors in it"):
+        fxprune.trace(model, types.SimpleNamespace(x=torch.randn(2, 6)))
