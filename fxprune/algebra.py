@@ -104,7 +104,8 @@ class Algebra(Meanings):
         """Each element of the result depends on the elements it stands over."""
         given = [v for v in call.inputs if isinstance(v, Channels)]
         values = [v if isinstance(v, Channels) else self._bare(v, given) for v in call.inputs]
-        return self.meet(call, values, call.replay if call.is_floating(flags=True) else None)
+        known = isinstance(call.spec, Spec) and call.is_floating(flags=True)
+        return self.meet(call, values, call.replay if known else None)
 
     def _bare(self, value: Named, others: Sequence[Channels]) -> Channels:
         """A parameter used bare: an axis on each dimension, but one over those that an axis of what

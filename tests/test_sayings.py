@@ -232,3 +232,17 @@ def test_a_layer_that_reads_rows_which_a_view_has_cut_folds_what_they_say_alike(
     plan, small = check(net, torch.randn(3, 4, dtype=torch.float64))
     dropped = any("is dropped" in text for _, text in plan.notes)
     assert small.a.out_features == 18 and dropped is not same
+
+
+def test_where_flags_are_set_is_no_number_of_a_channel():
+    """As detectors pick the boxes whose scores are high enough."""
+
+    def forward(s, x):
+        y = torch.sigmoid(s.a(x))
+        scores = torch.sigmoid(s.b(y)).flatten()
+        at = torch.where(scores > 0.4)[0]
+        return s.c(y), scores[at]
+
+    net = Net(forward, a=nn.Linear(4, 12), b=nn.Linear(12, 5), c=nn.Linear(12, 3))
+    _, small = check(net, torch.randn(3, 4, dtype=torch.float64))
+    assert (small.a.out_features, small.b.out_features) == (6, 5)
