@@ -14,7 +14,7 @@ from torch import fx
 
 from . import sizes
 from .code import QUESTIONS, expect_again
-from .ops import argument_names, op_name
+from .ops import argument_names
 from .recording import Trace
 
 
@@ -57,7 +57,7 @@ def checked(trace: Trace) -> fx.Graph:
             question, value = asked[key], copies.__getitem__
             operands = [number_in(graph, n, value, attribute) for n in question.operands]
             expect(question.function, question.answer, str(question), *operands)
-        if _counts_parts(node):
+        if parts_of_a_size(trace, node):
             expect(len, len(node.meta["spec"]), f"len({node.name})", copies[node])
     return graph
 
@@ -74,23 +74,16 @@ def _depends_on_input(question: sizes.Question) -> bool:
     return bool(read) and not of_caches and question.function in QUESTIONS.values()
 
 
-def _counts_parts(node: fx.Node) -> bool:
-    """Whether a call takes a tensor apart, in as many parts as its size says."""
-    if op_name(node.target) not in ("unbind", "split", "unsafe_split"):
-        return False
-    given = dict(zip(argument_names(node.target, len(node.args)) or (), node.args, strict=False))
-    given |= node.kwargs
-    by_list = any(isinstance(value, (list, tuple)) for value in given.values())
-    x: Any = node.args[0] if node.args else None
-    return not by_list and isinstance(x, fx.Node) and not _is_written(x, given.get("dim", 0))
-
-
-def _is_written(x: Any, dim: Any) -> bool:
-    """Whether the code has a number for a dimension's size: ``view(b, n, 3, -1).unbind(2)``."""
-    given = x.args[1:] or tuple(x.kwargs.values())
-    sizes = given[0] if given and isinstance(given[0], (tuple, list)) else given
-    if not isinstance(dim, int) or not -len(sizes) <= dim < len(sizes):
-        return False
-    if x.target == "permute":
-        return _is_written(x.args[0], sizes[dim])
-    return x.target in ("view", "reshape") and isinstance(sizes[dim], int) and sizes[dim] > 0
+def parts_of_a_size(trace: Trace, node: fx.Node) -> tuple[fx.Node, int] | None:
+    """The tensor and the dimension of a call that takes it apart in as many parts as its size says
+    (of a batch, of a sequence), where the code may have taken each in its turn."""
+    pattern = trace.pattern(node)
+    given = (*node.args, *node.kwargs.values())
+    by_list = any(isinstance(each, (list, tuple)) for each in given)
+    if pattern is None or pattern.kind != "split" or by_list:
+        return None
+    names = argument_names(node.target, len(node.args), node.kwargs) or []
+    at = names.index("dim") if "dim" in names else len(given)
+    dim = node.args[at] if at < len(node.args) else node.kwargs.get("dim", 0)
+    x = given[0]
+    return (x, dim) if isinstance(x, fx.Node) and isinstance(dim, int) else None

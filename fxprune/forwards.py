@@ -19,7 +19,7 @@ from torch import fx
 from . import sizes, tree
 from .answers import answer
 from .code import Code, _keys, expect_answer, expect_argument, take
-from .expecting import number_in
+from .expecting import number_in, parts_of_a_size
 from .faults import CannotRewrite, Fault, WrongOrder, WrongSize, same_sizes
 from .flags import depend_on_mode, may_read_mode, reads_mode_of_others
 from .hooked import is_hooked
@@ -27,7 +27,6 @@ from .inspecting import all_tensors, modules_of, read_attribute
 from .mask import parametrizations
 from .modes import Differences, differences
 from .near import codes_near, methods_with, names_in, read_by_forward, set_by_forward
-from .ops import argument_names
 from .recording import ModuleCall, Trace, is_size
 from .replay import Replay
 from .spec import TOLD
@@ -265,16 +264,8 @@ class _Body:
 
     def _expect_as_many(self, node: fx.Node, new: fx.Node) -> None:
         """The code took each of the parts (of a batch, of a sequence) in its turn."""
-        pattern = self.trace.pattern(node)
-        given = (*node.args, *node.kwargs.values())
-        by_list = any(isinstance(each, (list, tuple)) for each in given)
-        if pattern is None or pattern.kind != "split" or by_list:
-            return
-        names = argument_names(node.target, len(node.args), node.kwargs) or []
-        at = names.index("dim") if "dim" in names else len(given)
-        dim = node.args[at] if at < len(node.args) else node.kwargs.get("dim", 0)
-        x = given[0]
-        if isinstance(x, fx.Node) and isinstance(dim, int) and self.replay.is_free(x, dim):
+        taken = parts_of_a_size(self.trace, node)
+        if taken is not None and self.replay.is_free(*taken):
             count, parts = self.graph.call_function(len, (new,)), len(node.meta["spec"])
             self.graph.call_function(expect_answer, (count, parts, f"len({node.name})"))
 

@@ -144,7 +144,7 @@ class Meanings:
         return None
 
     def contraction_constants(self, axis: Axis, x: Channels, w: Channels) -> Axis:
-        """An axis of a product of ``x`` and ``w`` that is summed over the dimensions ``ended``."""
+        """An axis of a product of ``x`` and ``w`` that is summed over other dimensions."""
         return axis
 
     def distinguish(self, x: Channels) -> None:
@@ -178,7 +178,7 @@ class Meanings:
         """Dead slices of ``x`` along ``dims`` have to hold 0 for the call to be as masked."""
 
     def levelled(self, x: Channels, y: Channels) -> Channels:
-        """``y``, a reduction of ``x`` over ``dims`` that leaves a constant map's constant."""
+        """``y``, a reduction of ``x`` that leaves a constant map's constant."""
         return y
 
     def averaged(self, y: Channels, x: Channels, dim: int) -> Channels:

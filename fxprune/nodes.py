@@ -6,7 +6,6 @@ they were computed by; what no recorded call has made is a tensor of the model o
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import inspect
@@ -70,7 +69,7 @@ class Nodes:
         self.given_data: set[int] = set()  # ids of those whose data it sets
         self.constants: dict[str, Any] = {}
         self.kept_whole: list[tuple[fx.Node, str, str]] = []
-        self._handing = self._returning = False
+        self._way = ""  # of an argument: handed from module to module, returned by the model
         # Tensors that hold sizes: id -> (weak reference, the number or list of numbers).
         self._numbers: dict[int, tuple[weakref.ref, Any]] = {}
         # id of a live tensor -> (weak reference, node, path of keys into the node's result)
@@ -166,13 +165,13 @@ class Nodes:
             return value.item()
         if type(value) is StandIn:
             value = value.real
-        if self._returning:
+        if self._way == "returned":
             made = self._made_again(value)
             if made is not None:
                 return made
         # An object of the model's own. Where it is handed to code that is recorded too, its tensors
         # are known when they come back; elsewhere they go where no rule can follow.
-        for each in () if self._handing else tree.tensors(value):
+        for each in () if self._way == "handed" else tree.tensors(value):
             self.escapes(each, f"a {type(value).__name__}")
         return self._constant(value, "object")
 
@@ -182,9 +181,9 @@ class Nodes:
         inside = list(dict.fromkeys(tree.tensors(value)))
         if not inside:
             return None
-        try:  # like it, but without its tensors, which would stay alive
-            like = copy.deepcopy(value, {id(t): torch.empty(0) for t in inside})
-        except (TypeError, copy.Error, RuntimeError, NotImplementedError):
+        # Like it, but without its tensors, which would stay alive.
+        like = tree.copied(value, {id(t): torch.empty(0) for t in inside})
+        if like is value:
             return None
         parts = (self._constant(like, "object"), *map(self.tensor, inside))
         return self.add(self.graph.call_function(Filled, parts), value)
@@ -232,19 +231,18 @@ class Nodes:
 
     def handed(self, value: Any) -> Any:
         """``value`` from one module of the model to another."""
-        self._handing = True
-        try:
-            return self.argument(value)
-        finally:
-            self._handing = False
+        return self._on_its_way("handed", value)
 
     def returned(self, value: Any) -> Any:
         """``value`` as what the model returns: objects of its own are made again in the graph."""
-        self._returning = True
+        return self._on_its_way("returned", value)
+
+    def _on_its_way(self, way: str, value: Any) -> Any:
+        self._way = way
         try:
             return self.argument(value)
         finally:
-            self._returning = False
+            self._way = ""
 
     def tensor(self, value: torch.Tensor) -> fx.Node:
         known = self._known.get(id(value))

@@ -102,7 +102,8 @@ def pattern(
         steps: for a run, the patterns (or layouts, or rules) of the nodes, by position, that mean
             something else there than elsewhere.
         name: in reports; by default that of the target.
-        kind: the word for this node in the names of runs (``"conv"``, ``"act"``, …).
+        kind: the word for this node in the names of runs (``"conv"``, ``"act"``, …); ``"unseen"``
+            for a call that a graph does without.
         sizes: numbers behind names in ``layout`` that are never cut (the ``k`` of ``"(c k)"``): a
             number, the name of an attribute of the module, or a function of the module.
         biases: parameters that a removed unit goes on saying, unless its constants are dropped.

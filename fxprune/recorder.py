@@ -47,7 +47,6 @@ _READS_DATA = ("bool", "int", "float", "complex", "index", "item", "local_scalar
                "numpy", "array", "dlpack", "equal", "allclose", "contains",
                "is_nonzero")  # fmt: skip
 
-_MOVES = "_cudnn_rnn_flatten_weight"  # weights of a recurrent layer, as they are
 _CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda")
 
 
@@ -232,8 +231,6 @@ class Recorder(TorchFunctionMode):
             args = (args[0], *args[1])  # it would take a tuple for data
         if name == "__len__":
             return self._read_length(func, args)
-        if name == _MOVES:
-            return func(*args, **kwargs)
         if name == "__set__":  # of ``.data``
             self.nodes.given_data.add(id(args[0]))
         if name in ("numel", "nelement"):
@@ -253,8 +250,10 @@ class Recorder(TorchFunctionMode):
             kind, target = "call_method", name
         elif func in OPERATORS:  # which go by the name of what they wrap
             kind, target = "call_method", OPERATORS[func]
-        known = for_function(func) is not None
-        value = self._record(kind, target, func, args, kwargs, known=known)
+        pattern = for_function(func)
+        if pattern is not None and pattern.kind == "unseen":
+            return func(*args, **kwargs)
+        value = self._record(kind, target, func, args, kwargs, known=pattern is not None)
         self._follow_numbers(name, args, value)
         return value
 

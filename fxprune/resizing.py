@@ -118,10 +118,8 @@ class Resizing(Orders):
         try:
             return node.target(*args)
         except (ArithmeticError, ValueError) as error:  # a division by a difference of widths, say
-            units = torch.from_numpy(self.units_around(node))
-            raise Mismatch(
-                units, "the code cannot compute its sizes from what is left", None
-            ) from error
+            why = "the code cannot compute its sizes from what is left"
+            raise Mismatch(torch.from_numpy(self.units_around(node)), why, None) from error
 
     def groups_of(self, weight: Named, old: int) -> int:
         axes = self._by_name.get(weight.name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import inspect
 import random
@@ -55,14 +54,9 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     rebuilt = tree.rebuild(value, _copied)
-    handed_on = isinstance(value, (type, nn.Module)) or callable(value)
-    handed_on |= any(isinstance(v, nn.Module) for v in getattr(value, "__dict__", {}).values())
-    if rebuilt is not value or handed_on or not hasattr(value, "__dict__"):
+    if rebuilt is not value or callable(value) or not hasattr(value, "__dict__"):
         return rebuilt
-    try:  # a cache of keys and values, a batch of a class of its own
-        return copy.deepcopy(value)
-    except (TypeError, copy.Error, RuntimeError, NotImplementedError):  # it cannot be copied
-        return value
+    return tree.copied(value, {})  # a cache of keys and values, a batch of a class of its own
 
 
 @contextlib.contextmanager
@@ -151,9 +145,7 @@ def _evaluating(model: nn.Module, training: bool) -> Iterator[None]:
                 held.append(value)
         # Some models count calls or keep caches in their buffers, even in eval mode.
         held += [b for b in m._buffers.values() if b is not None]
-        if (
-            getattr(m, "max_norm", None) is not None
-        ):  # an embedding that scales rows as it reads them
+        if getattr(m, "max_norm", None) is not None:  # an embedding: it scales the rows it reads
             held += [p for p in m._parameters.values() if p is not None]
     buffers = [
         (b, b.data, b.detach().clone(), None if b.is_inference() else b._version, b.requires_grad)

@@ -427,7 +427,7 @@ def traced_builtins() -> Iterator[None]:
             execute(module)
         finally:
             depth -= 1
-            if not depth:
+            if not depth and finder in sys.meta_path:  # else it was found now and is run later
                 put(_READING)
 
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:

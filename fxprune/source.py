@@ -97,9 +97,7 @@ def imported(filename: str) -> frozenset[str]:
         node = waiting.pop()
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             found |= {(name.asname or name.name).partition(".")[0] for name in node.names}
-        elif not isinstance(
-            node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-        ):
+        elif not isinstance(node, _SCOPES):
             waiting += ast.iter_child_nodes(node)
     return frozenset(found - {"*"})
 

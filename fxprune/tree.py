@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import deque
 from collections.abc import Callable
@@ -71,3 +72,14 @@ def rebuild(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, slice):
         return slice(function(value.start), function(value.stop), function(value.step))
     return value
+
+
+def copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy of a plain object, with what ``memo`` has in the place of its parts; the object
+    itself where it cannot be copied, or holds a module, which is not for others to copy."""
+    if any(isinstance(part, torch.nn.Module) for part in children(value)):
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except (TypeError, copy.Error, RuntimeError):
+        return value

@@ -35,11 +35,8 @@ def normaliser(eps, running=True):
     """What becomes of a constant map: without running statistics its own mean is taken off."""
 
     def normalise(t, mean=None, var=None, weight=None, bias=None):
-        t = (
-            torch.zeros_like(t)
-            if mean is None or not running
-            else (t - mean) / torch.sqrt(var + eps)
-        )
+        known = running and mean is not None
+        t = (t - mean) / torch.sqrt(var + eps) if known else torch.zeros_like(t)
         t = t if weight is None else t * weight
         return t if bias is None else t + bias
 

@@ -33,6 +33,11 @@ def refresh(m):
     m.flatten_parameters()
 
 
+@register("cudnn_rnn_flatten_weight", kind="unseen")
+def in_one_block(a, call):
+    """Weights as they are, in other memory: a graph does not have it."""
+
+
 @register(nn.LSTM, nn.GRU, nn.RNN, kind="lstm", attributes=sizes, bias=True, refresh=refresh,
         reads=reads)  # fmt: skip
 def recurrent(a, call):

@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+import fxprune
+from fxprune.registry import for_function
+
 from .oracle import check
 
 HIDDEN = 6
@@ -130,3 +133,22 @@ def test_43_attention_over_the_states():
 
     _, small = check(Attends(), steps())
     assert small.rnn.hidden_size == 4
+
+
+def test_a_call_that_lays_weights_in_one_block_of_memory_is_none_of_the_graph():
+    """As recurrent layers do on a GPU; here another call stands for it."""
+    assert for_function(torch._cudnn_rnn_flatten_weight).kind == "unseen"
+
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 3)
+
+        def forward(self, x):
+            torch.histc(self.a.weight)
+            return self.a(x)
+
+    model, x = Calls().eval(), torch.randn(2, 4)
+    assert "histc" in fxprune.trace(model, x).code
+    with fxprune.patterns(fxprune.pattern("histc", rule=lambda a, call: None, kind="unseen")):
+        assert "histc" not in fxprune.trace(model, x).code

@@ -88,7 +88,7 @@ def inspect(
 @click.option(
     "--verify/--no-verify",
     default=True,
-    help=("Whether to compare the result with the masked model."),
+    help="Whether to compare the result with the masked model.",
 )
 @click.option("--html", type=WRITE, metavar="FILE", help="Write the plan as a page.")
 @told
