@@ -43,8 +43,9 @@ STAGES = {
 }  # fmt: skip
 OWN = (str(Path(fxprune.__file__).parent), str(Path(next(iter(fxprune.patterns.__path__)))))
 MODEL = "the model's own run"
-RUNS = ("recorder._called", "recorder.__torch_function__")  # which call what the model calls
-TELLS = ("told.__call__", "recorder.module", "tracing._recorded")  # which go on to the model's code
+RUNS = ("recorder.__torch_function__",)  # which call what the model calls
+# Which go on to the model's code.
+TELLS = ("told.__call__", "recorder.module", "recorder._record", "tracing._recorded")
 
 
 class Samples:

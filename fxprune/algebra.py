@@ -24,7 +24,7 @@ from .channels import (
     varying,
 )
 from .inspecting import read_from
-from .layout import broadcast_shape, clusters, pad, place, reshape_groups, shift
+from .layout import broadcast_shape, clusters, pad, place, reshape_groups, with_rank
 from .meanings import Meanings
 from .recording import Trace, is_size
 from .spec import Spec
@@ -37,8 +37,8 @@ Runs = list[tuple[list[int], list[int]]]
 class Algebra(Meanings):
     """What a pattern's rule gets to speak with."""
 
-    def __init__(self, trace: Trace, *, attention: str = "heads") -> None:
-        super().__init__(trace, attention=attention)
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace)
         self.values: dict[fx.Node, Any] = {}
         self.modules = trace.modules
 
@@ -113,11 +113,11 @@ class Algebra(Meanings):
         if value.name in self.trace.together:
             return self.channels(value)
         shape = value.spec.shape
-        by = max([len(x.shape) for x in others], default=len(shape)) - len(shape)
+        rank = max([len(x.shape) for x in others], default=0)
         together: list[tuple[int, ...]] = []
         for x in others:
-            for axis in shift(x, by + len(shape)).axes if len(x.shape) <= by + len(shape) else ():
-                dims = tuple(d - by for d in axis.dims)
+            for axis in with_rank(x, rank).axes:
+                dims = tuple(d - rank + len(shape) for d in axis.dims)
                 inside = all(d >= 0 and shape[d] > 1 for d in dims)
                 if len(dims) > 1 and inside and not any(set(dims) & set(t) for t in together):
                     together.append(dims)
@@ -138,7 +138,7 @@ class Algebra(Meanings):
         ``together``: it treats each element by itself, along dimensions without channels at least.
         """
         shape = broadcast_shape([x.shape for x in operands]) if shape is None else shape
-        shifted = [shift(x, len(shape)) for x in operands]
+        shifted = [with_rank(x, len(shape)) for x in operands]
         axes = [
             axis
             for dims in clusters(shifted)

@@ -54,9 +54,8 @@ def wrong_answers(replay: Resizing) -> Iterator[WrongAnswer]:
 def _units_of_numbers(replay: Resizing, numbers: Iterable[Any]) -> np.ndarray:
     """Units of the axes whose sizes traced numbers are computed from."""
     units = [np.zeros(0, dtype=np.int64)]
-    for origin in (o for number in numbers for o in sizes.origins(number)):
-        if isinstance(origin, sizes.Dimension):
-            value = replay.before[origin.source]
-            axis = value.axis(origin.dim) if isinstance(value, Channels) else None
-            units += [] if axis is None else [axis.units.reshape(-1).numpy()]
+    for origin in sizes.dimensions(numbers):
+        value = replay.before[origin.source]
+        axis = value.axis(origin.dim) if isinstance(value, Channels) else None
+        units += [] if axis is None else [axis.units.reshape(-1).numpy()]
     return np.concatenate(units)

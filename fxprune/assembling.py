@@ -156,7 +156,7 @@ def _skipped(planner: Planner, result: PruningPlan) -> list[tuple[str, str]]:
     """Layers with weights that keep every output channel, and why."""
     skipped = []
     used = {s.name for s in planner.relations.sources}
-    bare = used - {s.name for s in planner.relations.sources if not s.role.startswith("bare")}
+    bare = used - {s.name for s in planner.relations.sources if not s.is_bare}
     whole = {a.name: g.frozen for g in planner.groups if g.frozen for a in g.axes if a.name in bare}
     for group, shown in zip(planner.groups, result.groups, strict=True):
         if shown.frozen:

@@ -32,6 +32,11 @@ class Named:
     name: str
     spec: Spec
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """When it was recorded."""
+        return self.spec.shape
+
 
 @dataclass
 class Call:
@@ -153,20 +158,8 @@ class Call:
 def tensor_nodes(node: fx.Node) -> list[fx.Node]:
     """Tensor arguments in the order of the call; one that stands twice is there twice."""
     found: list[fx.Node] = []
-
-    def visit(value: Any) -> None:
-        if isinstance(value, fx.Node):
-            if hasattr(value.meta["spec"], "dtype"):
-                found.append(value)
-        elif isinstance(value, dict):
-            for item in value.values():
-                visit(item)
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                visit(item)
-
-    visit((node.args, node.kwargs))
-    return found
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return [source for source in found if isinstance(source.meta["spec"], Spec)]
 
 
 def filled_in(value: Any, tensors: Iterator[Tensor]) -> Any:
@@ -199,14 +192,9 @@ def leaves(value: Any):
     """Every tensor (as Channels or Named) inside a resolved argument."""
     if isinstance(value, (Channels, Named)):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
+    elif isinstance(value, (dict, tuple, list, slice)):
+        for item in tree.children(value):
             yield from leaves(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from leaves(item)
-    elif isinstance(value, slice):
-        yield from leaves((value.start, value.stop, value.step))
 
 
 def rigid(spec: Any) -> Any:
@@ -214,16 +202,6 @@ def rigid(spec: Any) -> Any:
 
 
 def map_specs(value: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_specs(item, function) for item in value)
-    if isinstance(value, dict):
-        return {key: map_specs(item, function) for key, item in value.items()}
+    if isinstance(value, (tuple, list, dict)):
+        return tree.rebuild(value, lambda item: map_specs(item, function))
     return function(value)
-
-
-def map_channels(value: Any, function: Callable[[Channels], Channels]) -> Any:
-    if isinstance(value, Channels):
-        return function(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_channels(item, function) for item in value)
-    return value

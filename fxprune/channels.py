@@ -50,6 +50,16 @@ class SourceAxis:
         vars(self).update(shape=shape, size=size, numbers=numbers, _labels=labels)
 
     @property
+    def key(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """What tells it from other axes of the model."""
+        return self.name, self.view, self.dims
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing is known of what the slices do."""
+        return self.role.startswith("bare")
+
+    @property
     def is_whole(self) -> bool:
         """Whether the slices are single elements of the tensor."""
         return math.prod(self.view) == self.size

@@ -140,7 +140,7 @@ def dead_units(trace: Trace, relations: Relations) -> np.ndarray:
     alive = np.zeros_like(made)
     silenced = _scaled_by_zero(trace, relations)
     for s in relations.sources:
-        if s.role != "out" and (not s.role.startswith("bare") or s.is_whole):
+        if s.role != "out" and (not s.is_bare or s.is_whole):
             continue
         classes = relations.of(s).reshape(-1)
         made[classes] |= s.role == "out"

@@ -48,10 +48,10 @@ class Retold(Sayings):
     """The sayings of a model, whose tensors may be others than those of the first walk."""
 
     def __init__(
-        self, trace: Trace, relations: Relations, model: nn.Module, telling: Telling, attention: str
+        self, trace: Trace, relations: Relations, model: nn.Module, telling: Telling
     ) -> None:
-        super().__init__(trace, model, telling, attention=attention)
-        self._sources = {(s.name, s.view, s.dims): s for s in relations.sources}
+        super().__init__(trace, model, telling)
+        self._sources = {s.key: s for s in relations.sources}
         self._before = relations.values
         self.decisions = relations.decisions
         self.modules = self._tensors.modules  # those of the trace may have been pruned since
@@ -95,7 +95,6 @@ class Constants:
         model: nn.Module,
         *,
         telling: Telling,
-        attention: str = "heads",
         every: bool = False,
         first: bool = False,
     ) -> None:
@@ -109,7 +108,7 @@ class Constants:
             said = relations.said if first else None
             if said is not None and said.telling == telling:
                 return said
-            walk = Retold(trace, relations, model, telling, attention)
+            walk = Retold(trace, relations, model, telling)
             walk.run()
             return walk
 
@@ -200,13 +199,12 @@ class Constants:
             yield classes.numpy(), loud.call.name
 
 
-def all_reads(trace: Trace, relations: Relations, *, attention: str) -> Constants:
+def all_reads(trace: Trace, relations: Relations) -> Constants:
     """Who reads what, before any unit goes."""
     nothing = np.zeros(int(relations.classes.max(initial=0)) + 1, dtype=bool)
     return Constants(
-        trace, relations, nothing, nothing, trace.model,
-        telling=Telling(), attention=attention, every=True, first=True,
-    )  # fmt: skip
+        trace, relations, nothing, nothing, trace.model, telling=Telling(), every=True, first=True
+    )
 
 
 def _first_row(axis: Axis) -> Tensor:

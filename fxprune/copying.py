@@ -141,10 +141,14 @@ class _Holders:
             return False
         known = self._answers.get(id(value))
         if known is None:
+            asked = len(self._answers)
             self._answers[id(value)] = False  # what holds itself holds nothing by that
             if isinstance(value, types.FunctionType):
                 self.check_globals(value)
             known = any([self.hold(item) for item in inside(value)])
+            if known:  # what holds this one was told that it holds nothing
+                for key in [*self._answers][asked:]:
+                    self._answers[key] or self._answers.pop(key)
             self._answers[id(value)] = known
             if known and isinstance(value, types.FunctionType):
                 self.functions.append(value)

@@ -154,7 +154,7 @@ def _layers(
             [i for i in axes.get(path, ()) if sources[i].role in roles]
             for roles in (("out",), ("scale", "shift", "stat"), ("in",))
         )
-        bare = [i for i in axes.get(path, ()) if sources[i].role.startswith("bare")]
+        bare = [i for i in axes.get(path, ()) if sources[i].is_bare]
         own = makes or acts or bare
         shrinks = [i for i in own if counts[i][0] != counts[i][1]]
         result.append({

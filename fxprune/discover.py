@@ -7,7 +7,6 @@ Every slice of every parameter axis gets a label; where two axes meet, their lab
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -38,7 +37,6 @@ class Stays(NamedTuple):
 def discover(
     trace: Trace,
     *,
-    attention: str = "heads",
     telling: Telling | None = None,
     stays: Callable[[Relations], Sequence[Stays]] | None = None,
 ) -> Relations:
@@ -49,7 +47,7 @@ def discover(
     """
     rigid: set[str] = set()
     while True:
-        walk = Discover(trace, attention=attention, rigid=rigid, telling=telling)
+        walk = Discover(trace, rigid=rigid, telling=telling)
         walk.run()
         if walk.better_together.keys() - trace.together.keys():
             trace.together = {**walk.better_together, **trace.together}
@@ -81,11 +79,10 @@ class Discover(Sayings):
         self,
         trace: Trace,
         *,
-        attention: str = "heads",
         rigid: Container[str] = (),
         telling: Telling | None = None,
     ) -> None:
-        super().__init__(trace, trace.model, telling, attention=attention)
+        super().__init__(trace, trace.model, telling)
         self._rigid = rigid
         self.labels = Labels()
         self.sources = self.labels.sources
@@ -164,7 +161,7 @@ class Discover(Sayings):
                 axis = SourceAxis(value.name, shape, view, dims, role, self.labels.count)
                 self._by_key[key] = axis
                 self._by_name.setdefault(axis.name, []).append(len(self.sources))
-                if role.startswith("bare"):
+                if axis.is_bare:
                     self._used_bare[axis.first] = len(self.sources)
                 self.labels.add(axis)
                 self._check_view(axis)
@@ -172,8 +169,8 @@ class Discover(Sayings):
             source = self._by_key[key]
             if self._spoken is not None:
                 self._spoken.add(source.first)
-            if source.role.startswith("bare") and not role.startswith("bare"):
-                self._set_role(self.sources.index(source), role)
+            if source.is_bare and not role.startswith("bare"):
+                self._set_role(self._used_bare[source.first], role)
                 source = self._by_key[key]
             result = Axis(dims, source.labels(), self.born(source), source=source)
             if len(dims) > 1:
@@ -210,32 +207,24 @@ class Discover(Sayings):
         self.parts += [axis.units for axis in x.axes]
 
     def makes(self, axis: Axis) -> None:
-        if not self._used_bare:
-            return
-        starts = np.array(list(self._used_bare))
-        labels = axis.units.reshape(-1).numpy()
-        at = np.searchsorted(starts, labels, side="right") - 1
-        for i in distinct(at[at >= 0]):
-            index = self._used_bare[int(starts[i])]
-            if (labels[at == i] < starts[i] + self.sources[index].size).any():
-                self._set_role(index, "out")
+        for i in self.labels.owners_of(axis.units) if self._used_bare else ():
+            if i >= 0 and self.sources[i].is_bare:
+                self._set_role(int(i), "out")
 
     def _set_role(self, index: int, role: str) -> None:
         before = self.sources[index]
         self.labels.set_role(index, role)
         source = self.sources[index]
-        self._by_key[source.name, source.view, source.dims] = source
+        self._by_key[source.key] = source
         self._used_bare.pop(source.first, None)
         self._settled = self._settled and (before.first, before.role) not in self._born
 
     def as_it_is(self, axis: SourceAxis) -> SourceAxis:
-        return self._by_key[axis.name, axis.view, axis.dims]
+        return self._by_key[axis.key]
 
     def is_made(self, axis: Axis) -> bool:
-        starts = np.array([source.first for source in self.sources])
-        at = np.searchsorted(starts, axis.units.reshape(-1).numpy(), side="right") - 1
-        sources = (self.sources[i] for i in distinct(at[at >= 0]))
-        return any(s.role == "out" and s.name not in self._buffers for s in sources)
+        owners = (self.sources[i] for i in self.labels.owners_of(axis.units) if i >= 0)
+        return any(s.role == "out" and s.name not in self._buffers for s in owners)
 
     def _check_computed(self, axis: SourceAxis) -> None:
         """A tensor that a parametrization computes has to take smaller values back."""
@@ -250,7 +239,7 @@ class Discover(Sayings):
         if len(axes) == 1:
             return
         known = axes[0].view
-        bare = [s.dims for s in axes if s.role.startswith("bare")]
+        bare = [s.dims for s in axes if s.is_bare]
         apart = any(set(a) & set(b) and a != b for a in bare for b in bare)
         if known != axis.view or apart:
             for source in axes:
@@ -313,22 +302,12 @@ class Discover(Sayings):
     def apart(self, axes: Sequence[Axis], rank: int) -> None:
         if len(axes) != rank:
             return
-        found = [self.sources[i] for i in self._sources_of(axes) if i >= 0]
+        owners = [self.labels.owners_of(axis.units) for axis in axes]
+        found = [self.sources[o[0]] for o in owners if len(o) == 1 and o[0] >= 0]
         names = {source.name for source in found}
-        bare = all(s.role.startswith("bare") and len(s.dims) == 1 for s in found)
+        bare = all(s.is_bare and len(s.dims) == 1 for s in found)
         if len(found) == rank and len(names) == 1 and bare:
             self.better_together[names.pop()] = tuple(sorted(s.dims[0] for s in found))
-
-    def _sources_of(self, axes: Iterable[Axis]) -> list[int]:
-        """The parameter axis, by its number, that all labels of an axis are of; -1 for others."""
-        starts = [source.first for source in self.sources]
-        numbers = []
-        for axis in axes:
-            labels = axis.units
-            i = bisect.bisect_right(starts, int(labels.min())) - 1 if labels.numel() else -1
-            inside = i >= 0 and int(labels.max()) < starts[i] + self.sources[i].size
-            numbers.append(i if inside else -1)
-        return numbers
 
     def spread(self, axis: Axis) -> None:
         self._spread.append(axis.units.reshape(-1).numpy())
@@ -359,24 +338,24 @@ class Discover(Sayings):
         components = self.labels.groups(natural, owners, bins)
         group_of = components[natural]
         return Relations(
-            self.sources,
-            classes,
-            np.concatenate([[-1], components]),
-            owners,
-            group_of,
-            self.labels.members(owners, group_of),
-            bins,
-            self.frozen,
-            self.counted,
-            self.parts,
-            self.meetings,
-            self.arrivals,
-            self.plain,
-            self.values,
-            self.decisions,
-            self.products,
-            self.followers,
-            self if self._settled and self.telling is not None else None,
+            sources=self.sources,
+            classes=classes,
+            component=np.concatenate([[-1], components]),
+            owners=owners,
+            group_of=group_of,
+            members=self.labels.members(owners, group_of),
+            bins=bins,
+            frozen=self.frozen,
+            approximate=self.counted,
+            parts=self.parts,
+            meetings=self.meetings,
+            arrivals=self.arrivals,
+            plain=self.plain,
+            values=self.values,
+            decisions=self.decisions,
+            products=self.products,
+            followers=self.followers,
+            said=self if self._settled and self.telling is not None else None,
         )
 
     def _solve(self) -> tuple[np.ndarray, np.ndarray]:

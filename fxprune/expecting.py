@@ -42,7 +42,7 @@ def checked(trace: Trace) -> fx.Graph:
     """The graph of a trace, which asks again what the code has asked of sizes."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     asked = {q.key: q for call in trace.calls for q in call.questions if _depends_on_input(q)}
-    waiting = {key: {o.source for o in _read(q)} for key, q in asked.items()}
+    waiting = {key: {o.source for o in sizes.dimensions(q.operands)} for key, q in asked.items()}
 
     def attribute(name: str) -> fx.Node:
         return graph.create_node("get_attr", name)
@@ -62,13 +62,8 @@ def checked(trace: Trace) -> fx.Graph:
     return graph
 
 
-def _read(question: sizes.Question) -> list[sizes.Dimension]:
-    found = [o for number in question.operands for o in sizes.origins(number)]
-    return [o for o in found if isinstance(o, sizes.Dimension)]
-
-
 def _depends_on_input(question: sizes.Question) -> bool:
-    read = _read(question)
+    read = sizes.dimensions(question.operands)
     # Whether a batch is as large as another is what caches ask; what they keep is the same for it.
     of_caches = question.function in (operator.eq, operator.ne) and all(o.dim == 0 for o in read)
     return bool(read) and not of_caches and question.function in QUESTIONS.values()

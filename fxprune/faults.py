@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from . import sizes
 from .call import Named
 from .channels import Channels
+from .ops import argument_at
 
 # An attribute of the model, or an item of one that is a sequence, and the value it should have.
 Proposal = tuple[str, int | None, Any]
@@ -91,9 +92,7 @@ class WrongSize(AtNode):
     def _numbers(self) -> Iterator[tuple[str, int | None, Any, int]]:
         """Sizes that are attributes, or one divided by another: name, index, what it was when
         recorded, what it has to be."""
-        position, name = self.place
-        node: Any = self.node  # fx types an argument as one of a dozen things
-        given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+        given = argument_at(self.node, *self.place)
         for argument, needed, now in _numbers_of(given, self.needed, self.computed):
             if not isinstance(argument, fx.Node) or not isinstance(needed, int):
                 continue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, fx
 
 from .channels import SourceAxis
 from .constants import Constants, Read
+from .ops import argument_at
 from .side_by_side import SideBySide
 from .weighing import delta_of
 
@@ -336,7 +336,7 @@ def sink_of(constants: Constants, read: Read):
     if pattern is None or not pattern.bias:
         return None
     if call.module is None:
-        argument = _raw_argument(call.node, *pattern.bias)
+        argument = argument_at(call.node, *pattern.bias)
         if isinstance(argument, fx.Node) and argument.op == "get_attr" and len(argument.users) == 1:
             path, _, attribute = str(argument.target).rpartition(".")
             return (path, attribute, str(argument.target), call.factor) if call.factor else None
@@ -357,10 +357,6 @@ def sink_of(constants: Constants, read: Read):
     if attribute not in constants.modules[path]._parameters or not call.factor:
         return None
     return _absorbing_norm(constants, call) or (path, attribute, "", 1.0)
-
-
-def _raw_argument(node: fx.Node, position: int, name: str) -> Any:
-    return node.args[position] if position < len(node.args) else node.kwargs.get(name)
 
 
 def _absorbing_norm(constants: Constants, call):

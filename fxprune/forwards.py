@@ -23,7 +23,7 @@ from .expecting import number_in, parts_of_a_size
 from .faults import CannotRewrite, Fault, WrongOrder, WrongSize, same_sizes
 from .flags import depend_on_mode, may_read_mode, reads_mode_of_others
 from .hooked import is_hooked
-from .inspecting import all_tensors, modules_of, read_attribute
+from .inspecting import all_tensors, modules_of
 from .mask import parametrizations
 from .modes import Differences, differences
 from .near import codes_near, methods_with, names_in, read_by_forward, set_by_forward
@@ -49,7 +49,7 @@ def rewrite(
         CannotRewrite: with the reason.
     """
     path = trace.calls[index].path
-    cls: Any = type(read_attribute(trace.model, path) if path else trace.model)
+    cls: Any = type(trace.modules[path])
     stale = [*vars(cls).get("_fxprune_stale", ())]  # of an earlier pruning
     stale += methods_with(cls, [fault.line for fault in faults])
     if sum(call.path == path for call in trace.calls) > 1:
@@ -74,7 +74,7 @@ class _Body:
         self.trace = trace
         self.index = index
         self.call = trace.calls[index]
-        self.module = read_attribute(trace.model, self.call.path) if self.call.path else trace.model
+        self.module = trace.modules[self.call.path]
         self.name = self.call.path or "the model"
         self.sizes: dict[fx.Node, list[WrongSize]] = {}
         self.orders: dict[fx.Node, WrongOrder] = {}
@@ -141,13 +141,13 @@ class _Body:
         if reads_mode_of_others(self.module):
             raise CannotRewrite(f"{self.name} goes by the mode of another module")
         for question in self.call.questions:
-            if question.function in _LOSING and any(map(self._may_vary, question.operands)):
+            # Other inputs may have others: of what is no width.
+            read = sizes.dimensions(question.operands)
+            if question.function in _LOSING and any(
+                self.replay.is_free(o.source, o.dim) for o in read
+            ):
                 raise CannotRewrite(f"{self.name} goes by {question}, and inputs may have others")
         self.modes = differences(self.trace, self.index, self.trained, self.name)
-
-    def _may_vary(self, number: Any) -> bool:
-        """Whether a number is made of sizes that are no widths: the batch's, or positions."""
-        return any(self.replay.is_free(o.source, o.dim) for o in _sizes_read(number))
 
     def _placeholders(self) -> None:
         parameters = inspect.signature(self.module.forward).parameters
@@ -157,12 +157,16 @@ class _Body:
             inspect.Parameter.VAR_POSITIONAL: "*",
             inspect.Parameter.VAR_KEYWORD: "**",
         }
+        behind = False  # whether an argument with a default stands before it
         for name, parameter in parameters.items():
             default = parameter.default
             default = () if default is inspect.Parameter.empty else (default,)
             if not all(isinstance(n, (*_PLAIN, str, torch.dtype)) for n in _nodes(default)):
                 raise CannotRewrite(f"the default of {name} is no plain value")
             star = variable.get(parameter.kind, "")
+            if behind and not default and not star:  # fx writes no ``*`` for it to stand behind
+                raise CannotRewrite(f"{self.name} takes {name} by keyword only")
+            behind = behind or bool(default)
             node = self.graph.placeholder(f"{star}{name}", None, *default)
             value = bound.arguments.get(name, {} if star == "**" else ())
             if any(self._is_object(n) for n in _nodes(value)):
@@ -200,7 +204,7 @@ class _Body:
         another one, the code's way is the one that was recorded. It is asked ``at_once`` where the
         arguments tell."""
         for key, question in list(self.open.items()):
-            read = [o for number in question.operands for o in _sizes_read(number)]
+            read = sizes.dimensions(question.operands)
             if at_once and not all(o.source in self.local for o in read):
                 continue
             del self.open[key]
@@ -351,7 +355,7 @@ class _Body:
 
     def _relative(self, path: str) -> str:
         prefix = f"{self.call.path}." if self.call.path else ""
-        if path.startswith("_") and path in self.trace.constants:
+        if path in self.trace.constants:
             raise CannotRewrite(f"{self.name} uses a constant of its own")
         if path.startswith(prefix):
             return path[len(prefix) :]
@@ -381,14 +385,7 @@ _PLAIN = (bool, int, float, type(None))
 _LOSING = (int, float)
 
 
-def _sizes_read(number: Any) -> list[sizes.Dimension]:
-    """Which sizes of tensors a number is made of."""
-    return [o for o in sizes.origins(number) if isinstance(o, sizes.Dimension)]
-
-
 def _nodes(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [n for item in value.values() for n in _nodes(item)]
-    if isinstance(value, (tuple, list)):
-        return [n for item in value for n in _nodes(item)]
+    if isinstance(value, (dict, tuple, list)):
+        return [n for item in tree.children(value) for n in _nodes(item)]
     return [value]

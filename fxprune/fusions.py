@@ -54,8 +54,7 @@ class _Match:
 
 def find(trace: Trace) -> list[Fusion]:
     """Every run of the trace; gives the nodes that runs have a meaning for that meaning."""
-    modules = trace.modules
-    matches = list(_matches(trace, modules))
+    matches = list(_matches(trace))
     winners: dict[fx.Node, _Match] = {}
     for match in sorted(matches, key=lambda m: -len(m.nodes)):  # stable: else by their start
         inner = [match.nodes[i] for i in match.pattern.steps or ()]
@@ -74,7 +73,7 @@ def find(trace: Trace) -> list[Fusion]:
     return found
 
 
-def _matches(trace: Trace, modules: dict[str, nn.Module]) -> Iterator[_Match]:
+def _matches(trace: Trace) -> Iterator[_Match]:
     """The longest registered run from each node that starts one.
 
     Nodes of kind ``same`` (dropout, casts) are passed over. A run that ends in ``output`` ends
@@ -102,7 +101,7 @@ def _matches(trace: Trace, modules: dict[str, nn.Module]) -> Iterator[_Match]:
                 at = len(nodes)
                 alive = [
                     (run, p) for run, p in alive
-                    if len(run) > at and _is(trace, current, modules, run[at])
+                    if len(run) > at and _is(trace, current, run[at])
                     and (p.shared or not forked)
                 ]  # fmt: skip
                 nodes.append(current)
@@ -114,7 +113,7 @@ def _matches(trace: Trace, modules: dict[str, nn.Module]) -> Iterator[_Match]:
                 forked = True
                 onward = [
                     u for u in users
-                    if any(len(r) > len(nodes) and _is(trace, u, modules, r[len(nodes)])
+                    if any(len(r) > len(nodes) and _is(trace, u, r[len(nodes)])
                            for r, p in alive if p.shared)
                 ]  # fmt: skip
                 users = onward[:1]
@@ -123,14 +122,14 @@ def _matches(trace: Trace, modules: dict[str, nn.Module]) -> Iterator[_Match]:
             yield best
 
 
-def _is(trace: Trace, node: fx.Node, modules: dict[str, nn.Module], wanted: Any) -> bool:
+def _is(trace: Trace, node: fx.Node, wanted: Any) -> bool:
     """Whether a node is what a run has in this place: a kind, a class or a function."""
     if isinstance(wanted, str):
         return _kind(trace, node) == wanted or (
             node.op in _CALLS and op_name(node.target) == wanted
         )
     if isinstance(wanted, type) and issubclass(wanted, nn.Module):
-        return node.op == "call_module" and isinstance(modules[str(node.target)], wanted)
+        return node.op == "call_module" and isinstance(trace.modules[str(node.target)], wanted)
     return node.op == "call_function" and key_of(node.target) == key_of(wanted)
 
 

@@ -107,7 +107,7 @@ def _explain(group: Group, relations: Relations) -> None:
     """Why a group stays whole, if it does."""
     if not group.producers:
         group.frozen = "no layer makes these channels: they are read from the input or a constant"
-        if all(axis.role.startswith("bare") for axis in group.axes):  # a parameter that code uses
+        if all(axis.is_bare for axis in group.axes):  # a parameter that code uses
             note = _note_of(_labels(group), relations)
             group.frozen, group.line = (note.reason, note.line) if note else (group.frozen, "")
     elif not len(group.units):

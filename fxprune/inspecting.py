@@ -36,6 +36,12 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(modules_of(model).values()))
 
 
+def is_torchs_layer(m: nn.Module) -> bool:
+    """Whether it is one of ``torch.nn``, without parts."""
+    parts = any(part is not None for part in m._modules.values())
+    return type(m).__module__.startswith("torch.nn.") and not parts
+
+
 OF_TORCH = frozenset(vars(nn.Module()))  # parameters, hooks, children
 ATOMS = frozenset((bool, int, float, str, type(None)))
 

@@ -21,6 +21,8 @@ class Labels:
 
     def __init__(self) -> None:
         self.sources: list[SourceAxis] = []
+        self._starts: list[int] = []  # first label of each
+        self._ends: list[int] = []  # the label behind its last
         self.count = FROZEN + 1
         self._joins: list[tuple[np.ndarray, np.ndarray]] = []
         self._whole: dict[int, SourceAxis] = {}  # by id of the labels of a parameter's axis
@@ -35,6 +37,8 @@ class Labels:
         """A parameter's axis, whose first label is the next one (``count``)."""
         self.count += axis.size
         self.sources.append(axis)
+        self._starts.append(axis.first)
+        self._ends.append(self.count)
         self._note(axis)
 
     def set_role(self, index: int, role: str) -> None:
@@ -58,6 +62,14 @@ class Labels:
     def freeze(self, units: Tensor) -> None:
         labels = units.reshape(-1).numpy()
         self._joins.append((labels, np.full(len(labels), FROZEN)))
+
+    def owners_of(self, units: Tensor) -> np.ndarray:
+        """The parameter axes, by their numbers, that some labels are of; -1 among them where one is
+        of none."""
+        labels = units.reshape(-1).numpy()
+        at = np.searchsorted(np.array(self._starts, dtype=np.int64), labels, side="right") - 1
+        ends = np.array([*self._ends, 0])  # for -1 the last
+        return distinct(np.where(labels < ends[at], at, -1))
 
     def owners(self) -> np.ndarray:
         """For each label the parameter axis that it is of, by its number; -1 for those of none."""

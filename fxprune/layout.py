@@ -14,7 +14,8 @@ def broadcast_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
 
 
-def shift(x: Channels, rank: int) -> Channels:
+def with_rank(x: Channels, rank: int) -> Channels:
+    """``x`` with as many dimensions of size 1 in front as it needs."""
     by = rank - len(x.shape)
     if not by:
         return x

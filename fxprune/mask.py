@@ -121,8 +121,9 @@ def _can_make(module: nn.Module, name: str) -> bool:
 def put_on(module: nn.Module, name: str, keep: Tensor) -> None:
     """Mask a tensor; one that is masked already by both masks together."""
     own_class(module)
-    for mask in masks_on(module, name):
-        mask.keep = mask.keep & keep.to(mask.keep.device)
+    known = masks_on(module, name)
+    if known:
+        known[0].keep = known[0].keep & keep.to(known[0].keep.device)
         return
     mask = Mask(keep)
     if name in vars(module):  # PyTorch takes parameters and buffers only

@@ -68,9 +68,10 @@ def slices_of_norm(scores: Tensor, keep: Tensor, amount: float, n: Any, dim: int
     if n not in ("fro", "nuc") and (isinstance(n, bool) or not isinstance(n, numbers.Real)):
         raise SettingError(f"n={n!r} is no order of a norm: a number, 'fro' or 'nuc'")
     part = part if part.is_floating_point() or part.is_complex() else part.float()
-    if n == "nuc" or (n == "fro" and len(rest) == 2):
-        over = rest if len(rest) == 2 else (-2, -1)
-        norms = torch.linalg.matrix_norm(part, ord=n, dim=over)
+    if n == "nuc" and len(rest) != 2:
+        raise SettingError(f"n='nuc' is a norm of matrices, and slices have {len(rest)} dimensions")
+    if n == "nuc":
+        norms = torch.linalg.matrix_norm(part, ord="nuc", dim=rest)
     else:
         norms = torch.linalg.vector_norm(part, ord=2 if n == "fro" else n, dim=rest)
     return _without_slices(keep, dim, left, norms, amount)

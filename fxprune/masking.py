@@ -85,10 +85,10 @@ def keep_masks(plan: Any, folds: Folds) -> dict[str, Tensor]:
 
     for axis in plan._relations.sources:
         dead, silent = plan.flags("removed", axis), plan.flags("silent", axis)
-        part = axis.role.startswith("bare") and not axis.is_whole
+        part = axis.is_bare and not axis.is_whole
         if axis.role in ("out", "scale") or part:
             block(axis, dead)
-        elif axis.role == "shift" or axis.role.startswith("bare"):
+        elif axis.role == "shift" or axis.is_bare:
             block(axis, silent)
     for axis, columns in folds.dropped.values():
         block(axis, columns)
@@ -100,7 +100,7 @@ def keep_masks(plan: Any, folds: Folds) -> dict[str, Tensor]:
 def live_rows(plan: Any, path: str) -> Tensor:
     """For each output of the layer at ``path``, whether it is not masked."""
     axis = plan._relations.maker(path)
-    return torch.ones(()) > 0 if axis is None else ~plan.flags("removed", axis).reshape(-1)
+    return torch.tensor(True) if axis is None else ~plan.flags("removed", axis).reshape(-1)
 
 
 def add_shift(model: nn.Module, shift: Shift) -> None:

@@ -179,6 +179,7 @@ def global_unstructured(
         kept = methods.random_entries(flat, left, amount, generator)
     else:
         raise SettingError(f"method={method!r} is neither 'l1', 'random' nor a function")
+    check_made(kept, left, "all tensors")
     parts = kept.split([t.numel() for t in keeps])
     for (module, name), keep, part in zip(places, keeps, parts, strict=True):
         put_on(module, name, part.reshape(keep.shape))
@@ -254,13 +255,18 @@ def apply(
     keep = mask_of(module, name)
     scores = _scores(module, name, importance_scores)
     made = method(scores, keep)
+    check_made(made, keep, name)
+    put_on(module, name, made)
+    return module
+
+
+def check_made(made: Any, keep: Tensor, name: str) -> None:
+    """Raise where what a method returns is no mask."""
     if not isinstance(made, Tensor) or made.dtype != torch.bool or made.shape != keep.shape:
         raise SettingError(
             f"the method returned {describe(made)} for {name}; it has to return a bool tensor of "
             f"shape {tuple(keep.shape)}, True for what stays"
         )
-    put_on(module, name, made)
-    return module
 
 
 def _module(module: Any) -> nn.Module:

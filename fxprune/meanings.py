@@ -21,9 +21,9 @@ Decisions = dict[fx.Node, list[Any]]
 
 
 class Meanings:
-    def __init__(self, trace: Trace, *, attention: str = "heads") -> None:
+    def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.attention = attention
+        self.attention = trace.attention
         self.decisions: Decisions = {}
         self._asked: dict[fx.Node, int] = {}
 
@@ -154,6 +154,11 @@ class Meanings:
         """``x``, every element of which is ``value`` from here on."""
         return x
 
+    def overlaid(self, x: Channels, value: Channels, index: Any, whole: bool) -> Channels:
+        """``x`` after ``x[index] = value``; ``whole``: all along the dimensions without channels.
+        ``index`` has no tensors, and is None where it is not known."""
+        return x
+
     def forget(self, value: Any) -> Any:
         """The value, of whose constants nothing is known any more."""
         return value
@@ -209,8 +214,7 @@ class Meanings:
         Where it has none, positions do not matter and zeros stand for them, one if there are none.
         """
         if x.axis(dim) is None:
-            spec = index.spec if isinstance(index, Named) else index
-            return torch.zeros([max(n, 1) for n in spec.shape], dtype=torch.int64)
+            return torch.zeros([max(n, 1) for n in index.shape], dtype=torch.int64)
         if isinstance(index, Tensor):
             return index
         return self.index_values(call, index, x, dim) if isinstance(index, Named) else None

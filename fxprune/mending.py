@@ -60,14 +60,11 @@ class Mending:
         relations: Relations,
         kept: np.ndarray,
         trained: Callable[[], Trace | None],
-        *,
-        attention: str = "heads",
     ) -> None:
         self.trace = trace
         self.relations = relations
         self.kept = kept
         self.trained = trained
-        self.attention = attention
         self.orders: dict[int, Tensor] = {}
         self.straighten: set[fx.Node] = set()
         self.attributes: dict[str, Any] = {}
@@ -94,9 +91,8 @@ class Mending:
         is one that the attributes set since are all that is new for."""
         while True:
             replay = before or Replay(
-                self.trace, self.relations, self.kept, self.attributes, self.orders,
-                self.straighten, attention=self.attention,
-            )  # fmt: skip
+                self.trace, self.relations, self.kept, self.attributes, self.orders, self.straighten
+            )
             try:
                 replay.run() if before is None else replay.resume(self.attributes)
                 return replay

@@ -71,7 +71,7 @@ def _compared(trace: Trace, index: int, trained: Trace | None, name: str) -> Dif
     twins = dict(zip(mine, theirs, strict=True))
 
     def same(here: Any, there: Any) -> bool:
-        if isinstance(here, fx.Node) or isinstance(there, fx.Node):
+        if isinstance(here, fx.Node) and isinstance(there, fx.Node):
             # What other modules compute is not looked into.
             return twins.get(here) is there or not (here in twins or there in twins.values())
         if type(here) is not type(there):
@@ -91,7 +91,9 @@ def _compared(trace: Trace, index: int, trained: Trace | None, name: str) -> Dif
             )
             if same(here, there):
                 continue
-            if isinstance(here, fx.Node) or isinstance(there, fx.Node):
+            computed: list[fx.Node] = []
+            fx.node.map_arg((here, there), computed.append)
+            if computed:
                 raise CannotRewrite(f"{name} runs other code in training mode")
             found.setdefault(node, []).append((place, there))
     if not same(_output(trace, index), _output(trained, runs[0])):

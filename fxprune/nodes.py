@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import operator
 import weakref
 from collections.abc import Callable
@@ -78,9 +79,7 @@ class Nodes:
         # Types and devices that tensors told, by where in the source that was.
         self._told: dict[Any, tuple[Any, Callable[[], fx.Node]]] = {}
 
-    def placeholders(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def placeholders(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A placeholder an argument; the inputs are shared, their tensors known by identity."""
         try:
             parameters = inspect.signature(self.model.forward).parameters
@@ -97,7 +96,6 @@ class Nodes:
             self.learn(value, node, ())
             if node.meta["spec"] is None and tree.tensors(value):
                 node.meta["object"] = type(value).__name__
-        return args, kwargs
 
     def add(self, node: fx.Node, value: Any) -> fx.Node:
         node.meta["spec"] = spec(value)
@@ -290,7 +288,8 @@ class Nodes:
     def _constant(self, value: Any, kind: str) -> fx.Node:
         key = ("constant", id(value))
         if key not in self._memo:
-            name = f"_{kind}_constant{len(self.constants)}"
+            names = (f"_{kind}_constant{i}" for i in itertools.count(len(self.constants)))
+            name = next(n for n in names if n not in self.constants and not hasattr(self.model, n))
             self.constants[name] = value
             self._memo[key] = self.add(self._get_attr(name), value)
         return self._memo[key]
@@ -312,8 +311,8 @@ class Nodes:
 
     def own(self, number: Any) -> Any:
         """A number as a plain one where the model has kept it from another recording."""
-        read = (o.source for o in sizes.origins(number) if isinstance(o, sizes.Dimension))
-        return number if all(s.graph is self.graph for s in read) else sizes.plain(number)
+        ours = all(o.source.graph is self.graph for o in sizes.dimensions([number]))
+        return number if ours else sizes.plain(number)
 
     def _size_node(self, origin: sizes.Origin) -> fx.Node:
         if isinstance(origin, sizes.Dimension):

@@ -84,6 +84,11 @@ def sets_up_context(function: type[torch.autograd.Function]) -> bool:
     return function.setup_context is not torch.autograd.Function.setup_context
 
 
+def argument_at(call: Any, position: int, name: str) -> Any:
+    """What a call, or the node of one, is given by position or name; None where it is not."""
+    return call.args[position] if position < len(call.args) else call.kwargs.get(name)
+
+
 def argument_names(target: Any, given: int = 0, named: Iterable[str] = ()) -> list[str] | None:
     """Names of the arguments that a module class's forward, a function or an op takes, in order;
     None where nothing tells.

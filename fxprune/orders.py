@@ -62,10 +62,8 @@ class Orders(Walk):
         kept: np.ndarray,
         orders: dict[int, Tensor] | None = None,
         straighten: Container[fx.Node] = (),
-        *,
-        attention: str = "heads",
     ) -> None:
-        super().__init__(trace, attention=attention)
+        super().__init__(trace)
         self._orders = orders or {}
         self._straighten = straighten
         self._relations = relations

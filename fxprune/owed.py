@@ -49,12 +49,8 @@ class Widths:
         return result
 
     def by_name(self) -> dict[str, int]:
-        """Units now; groups of one layer have numbers behind their name."""
-        found: dict[str, int] = {}
-        for key, name in self.names.items():
-            same = sum(n == name or n.startswith(f"{name} #") for n in found)
-            found[f"{name} #{same + 1}" if same else name] = self.units[key]
-        return found
+        """Units now."""
+        return {name: self.units[key] for key, name in self.names.items()}
 
     @property
     def sparsity(self) -> float:

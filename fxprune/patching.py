@@ -82,7 +82,9 @@ class _Patching:
             name = self._name_of(self.cls, site[0])
             if name is None:
                 raise CannotPatch
-            method = self.methods.setdefault(name, Method(self.cls, name))
+            if name not in self.methods:
+                self.methods[name] = Method(self.cls, name)
+            method = self.methods[name]
             for fault in found:
                 if fault.node is found[0].node:
                     method.replace(site, fault, replay)

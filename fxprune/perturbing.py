@@ -20,6 +20,7 @@ from .recording import Trace
 from .running import run_node
 from .widths import OldSizes
 
+_ROLES = {"out": "what it makes", "in": "what it reads"}
 _CONSTANT = 1.7
 _SLICES = 8  # of one dimension that are perturbed, one at a time
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -74,7 +75,8 @@ class Perturbing:
                 where = f"dimension {axis.dims[0]} of {self._argument_name(source)}"
                 yield self._alone(source, self.values[source], axis.dims, axis.units, where)
         for s in self.free.sources:
-            where = f"{self._short(s.name)} along {self._role(s.role)} (dimension {s.dims[-1]})"
+            along = _ROLES.get(s.role, "its channels")
+            where = f"{self._short(s.name)} along {along} (dimension {s.dims[-1]})"
             seen = self.trace.tensor(s.name).detach().reshape(s.view)
             yield self._alone(s.name, seen, s.dims, s.labels(), where, s.tensor_shape)
         yield from self._reads()
@@ -124,9 +126,8 @@ class Perturbing:
         self, weight: str, bias: str, source: fx.Node, axis: Axis, border: str, rule: Any
     ) -> Claim | None:
         mine = self.free.of(axis.units)
-        readers = [s for s in self.free.sources
-                   if s.role == "in" and self._short(s.name) == weight]  # fmt: skip
-        units = {int(c) for s in readers for c in distinct(self.free.of(s.labels())) if c}
+        readers = [s for s in self._readers() if self._short(s.name) == weight]
+        units = self._read_by(readers)
         at = next((i for i in self._some(len(mine)) if int(mine[i]) in units), None)
         b = tensors_of(self.module).get(bias)  # type: ignore[arg-type]
         if at is None or border == "pattern" or b is None:  # a bias that may be None is, here
@@ -171,7 +172,7 @@ class Perturbing:
 
     def _difference(self, y0: Tensor, y: Tensor, result: Channels, border: str) -> float:
         """Between two results, 0 for rounding: with a border, where it is the least."""
-        by = torch.nan_to_num((y.double() - y0.double()).abs())
+        by = _apart(y, y0)
         if border:
             outs = {int(c) for o in self.free.sources if o.role == "out"
                     for c in self.free.of(o.labels()).flat}  # fmt: skip
@@ -210,8 +211,8 @@ class Perturbing:
 
     def _reads(self) -> Iterator[Claim]:
         """Where the slices of weights that read a channel are zero, the channel says nothing."""
-        readers = [s for s in self.free.sources if s.role == "in"]
-        read = {int(c) for s in readers for c in distinct(self.free.of(s.labels())) if c}
+        readers = self._readers()
+        read = self._read_by(readers)
         for source, x in self.free.inputs.items():
             for axis in x.axes:
                 mine = self.free.of(axis.units)
@@ -232,6 +233,13 @@ class Perturbing:
                 else:
                     if found:
                         yield Claim(f"{where}: channels are read by those slices of weights only")
+
+    def _readers(self) -> list[SourceAxis]:
+        return [s for s in self.free.sources if s.role == "in"]
+
+    def _read_by(self, readers: list[SourceAxis]) -> set[int]:
+        """The units that weights read."""
+        return {int(c) for s in readers for c in distinct(self.free.of(s.labels())) if c}
 
     def _unread(self, readers: list[SourceAxis], unit: int) -> dict[Any, Tensor]:
         """Weights whose slices that read a unit are zero."""
@@ -300,21 +308,22 @@ class Perturbing:
     def _short(self, name: str) -> str:
         return name.removeprefix("layer.").removeprefix(f"{self.path}.".removeprefix("layer."))
 
-    def _role(self, role: str) -> str:
-        return {"out": "what it makes", "in": "what it reads"}.get(role, "its channels")
-
 
 def _movement(y: Tensor, y0: Tensor, axis: Axis) -> np.ndarray:
     """By how much each slice of an axis moved, 0 where it is rounding."""
-    by = torch.nan_to_num((y.double() - y0.double()).abs())
+    by = _apart(y, y0)
     by = torch.where(by > rounding(y0), by, 0.0)
     rest = [d for d in range(by.dim()) if d not in axis.dims]
     return (by.amax(rest) if rest else by).cpu().numpy()
 
 
 def _distance(y: Tensor, y0: Tensor) -> float:
-    by = float(torch.nan_to_num((y.double() - y0.double()).abs()).max()) if y.numel() else 0.0
+    by = float(_apart(y, y0).max()) if y.numel() else 0.0
     return by if by > rounding(y0) else 0.0
+
+
+def _apart(y: Tensor, y0: Tensor) -> Tensor:
+    return torch.nan_to_num((y.double() - y0.double()).abs())
 
 
 def rounding(y: Tensor) -> float:

@@ -102,9 +102,7 @@ class Planner:
             why = "no layer that reads its units was seen: they are chosen by l2"
             self.notes += [(self.name(g), why) for g in losing]
         names = {id(g): self.name(g) for g in self.groups}
-        context = importance.Context(
-            self.trace, self.relations, [], self.example_input, self.settings.attention
-        )
+        context = importance.Context(self.trace, self.relations, [], self.example_input)
         axes = {names.pop(id(g)): g.axes for g in losing}
         scorer = importance.Scorer(self.settings.importance, context, axes, list(names.values()))
         for group in losing:
@@ -130,7 +128,7 @@ class Planner:
         if self.budget is None:
             found = at(0.0 if isinstance(sparsity, Mapping) else float(sparsity))
         else:
-            stays = self.budget.choose([Options(c.choice, c.step or 1) for c in contenders], at)
+            stays = self.budget.choose([Options(c.choice, c.step) for c in contenders], at)
             self.chosen = {id(g): kept for g, kept in zip(losing, stays, strict=True)}
             found = [float(1 - kept.mean()) for kept in stays]
         self.asked = {id(g): fraction for g, fraction in zip(losing, found, strict=True)}
@@ -166,31 +164,24 @@ class Planner:
         """What a setting that may be a mapping says of the layers that make a group's channels."""
         if not isinstance(setting, Mapping):
             return [] if setting is None else [setting]
-        owners = [self.owner(axis) for axis in group.producers]
-        found = [next((v for k, v in setting.items() if matches(k, *o)), None) for o in owners]
+        found = (_first(setting, *self.owner(axis)) for axis in group.producers)
         return [value for value in found if value is not None]
 
     def _fraction(self, group: groups.Group) -> tuple[float, str | None]:
-        owners = [self.owner(axis) for axis in group.producers]
-        for path, module in owners:
-            for key in self.settings.ignore:
-                if matches(key, path, module):
-                    return 0.0, f"{path} is in ignore"
-        for axis in group.axes:  # norms and the like have no producer of their own
-            if axis.role in ("scale", "stat"):
-                path, module = self.owner(axis)
-                if any(matches(key, path, module) for key in self.settings.ignore):
-                    return 0.0, f"{path} is in ignore"
-        if not isinstance(self.settings.sparsity, Mapping):
-            return float(self.settings.sparsity), None
-        fractions = []
-        for path, module in owners:
-            found = [v for k, v in self.settings.sparsity.items() if matches(k, path, module)]
-            if not found:
+        """What it is asked to lose, and why not where nothing of it may go."""
+        norms = [axis for axis in group.axes if axis.role in ("scale", "stat")]  # make no channels
+        for path, module in map(self.owner, [*group.producers, *norms]):
+            if any(matches(key, path, module) for key in self.settings.ignore):
+                return 0.0, f"{path} is in ignore"
+        sparsity = self.settings.sparsity
+        if not isinstance(sparsity, Mapping):
+            return float(sparsity), None
+        asked = []
+        for path, module in map(self.owner, group.producers):
+            asked.append(_first(sparsity, path, module))
+            if asked[-1] is None:
                 return 0.0, f"sparsity does not name {path}"
-            fractions.append(found[0])
-        fraction = min(fractions, default=0.0)
-        return self._of_now(self.settings.sparsity, group, fraction), None
+        return self._of_now(sparsity, group, min(asked, default=0.0)), None
 
     def _of_now(self, setting: Any, group: groups.Group, fraction: float) -> float:
         """What is to be gone of what a group had at first, as a share of what it has now."""
@@ -228,9 +219,7 @@ class Planner:
         if not self._follow_constants():
             return None
         kept = ~self.removed | self.carriers
-        mending = Mending(
-            self.trace, self.relations, kept, self.trained, attention=self.settings.attention
-        )
+        mending = Mending(self.trace, self.relations, kept, self.trained)
         try:
             return mending.mend()
         except Unfit as unfit:
@@ -255,7 +244,7 @@ class Planner:
             if group.frozen is not None or self.asked.get(id(group), 1.0) > 0:
                 continue
             contender = self._contender(group)
-            if not contender.most(self.settings.round_to):
+            if not contender.most():
                 group.frozen = "no smaller width is within min_width, max_sparsity and round_to"
             elif self.budget is not None:
                 group.frozen = "the target is met with all of its units"
@@ -304,7 +293,7 @@ class Planner:
     def _heard(self) -> Constants:
         return Constants(
             self.trace, self.relations, self.removed, self.silent, self.trace.model,
-            telling=self.telling, attention=self.settings.attention, first=True,
+            telling=self.telling, first=True,
         )  # fmt: skip
 
     def _folded(self, constants: Constants) -> Folds:
@@ -368,3 +357,8 @@ class Planner:
         for group in concerned:
             group.frozen = f"{reason} ({where})" if where else reason
             group.line = line
+
+
+def _first(setting: Mapping[Any, Any], path: str, module: nn.Module) -> Any:
+    """What the first key says that a layer matches; None where none does."""
+    return next((value for key, value in setting.items() if matches(key, path, module)), None)

@@ -172,21 +172,19 @@ def make_plan(
     registered = scope(*as_patterns(patterns), override=True)
     with registered, uncollected(), _naming_patterns(), parametrized(model):
         trace = record(model, example_input, settings.outputs)
+        trace.attention = settings.attention
         found = fusions.find(trace)  # before the first walk: they give nodes another meaning
         drawn = settings.bias == "expected" and trace.calls_any("norm")
         telling = Telling(settings.bias == "drop", masked, drawn)
-        alone = InTrainingAlone(trace, trained, attention=settings.attention)
+        alone = InTrainingAlone(trace, trained)
         relations = discover(
             trace,
-            attention=settings.attention,
             telling=telling if heard else None,
-            stays=lambda found: [*alone(found), *beside_unreached(trace, found)],
+            stays=lambda relations: [*alone(relations), *beside_unreached(trace, relations)],
         )
         chooser = planner(trace, relations, settings, example_input, trained, found, telling)
         if settings.importance == "reconstruction" and batches is not None:
-            chooser.reconstruction = Reconstruction(
-                trace, relations, batches, attention=settings.attention
-            )
+            chooser.reconstruction = Reconstruction(trace, relations, batches)
         if settings.target is not None:
             chooser.budget = Budget(settings.target, trace, relations, example_input)
         return chooser.plan()

@@ -282,7 +282,6 @@ class PruningPlan:
         return Constants(
             self._trace, self._relations, self._removed, self._silent, model,
             telling=telling or Telling(masked=self._telling.masked), every=every,
-            attention=self.settings.attention,
         )  # fmt: skip
 
     @on_cpu()

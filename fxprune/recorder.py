@@ -28,7 +28,7 @@ from .computed import goes_by_its_name
 from .errors import ModelError
 from .frames import frame_of_model, is_model_code, line_of, where
 from .hooks import HooksAct, call_hooked, call_watched
-from .inspecting import modules_of
+from .inspecting import is_torchs_layer, modules_of
 from .mask import unmasked
 from .nodes import Nodes
 from .ops import OPERATORS, op_name
@@ -48,10 +48,6 @@ _READS_DATA = ("bool", "int", "float", "complex", "index", "item", "local_scalar
                "is_nonzero")  # fmt: skip
 
 _CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda")
-
-
-def _called(original: Callable, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return original(m, *args, **kwargs)
 
 
 class Recorder(TorchFunctionMode):
@@ -99,10 +95,9 @@ class Recorder(TorchFunctionMode):
 
     def is_leaf(self, m: nn.Module) -> bool:
         if id(m) not in self._leaf:
-            of_torch = type(m).__module__.startswith("torch.nn.") and not any(m.children())
-            of_torch = of_torch and "forward" not in vars(m)  # which somebody has replaced
-            of_torch = of_torch and not isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
-            self._leaf[id(m)] = of_torch or for_module(m) is not None
+            plain = "forward" not in vars(m)  # nobody has replaced it
+            plain = plain and not isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+            self._leaf[id(m)] = (plain and is_torchs_layer(m)) or for_module(m) is not None
         return self._leaf[id(m)]
 
     def module(self, original: Callable, m: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -120,7 +115,7 @@ class Recorder(TorchFunctionMode):
         if leaf and not lent:
             hooked = m._forward_pre_hooks or m._forward_hooks
             known = for_module(m) is not None
-            run = partial(call_hooked if hooked else _called, original, m)
+            run = partial(call_hooked, original, m) if hooked else partial(original, m)
             with _Paused(self), contextlib.suppress(HooksAct):
                 return self._record("call_module", path, run, args, kwargs, known=known)
         with _Paused(self):

@@ -54,6 +54,7 @@ class Trace:
     # Parameters that the run writes to (weight.data.mul_(mask)): they are cut, but what they hold
     # is the model's affair.
     written: set[str] = field(default_factory=set)
+    attention: str = "heads"  # how it is cut: whole heads, or slices of each ("head_dim")
     # Tensors of leaf modules as values of the algebra, as far as they have been asked for.
     members: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)
     # Dimensions of a tensor, by its name, that one axis lies over where code uses it by itself.

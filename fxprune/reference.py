@@ -81,13 +81,12 @@ class Counting:
         result = run_node(node, module, args, kwargs)
         said, new = self._constants.at(node), self._replay.values[node]
         if isinstance(result, Tensor):
-            return self._widen(node, result, new, *next(said))
-        parts = zip(result, new, said, strict=True)
-        return tuple(self._widen(node, r, n, *s) for r, n, s in parts)
+            return self._widen(result, new, *next(said))
+        return tuple(self._widen(r, n, *s) for r, n, s in zip(result, new, said, strict=True))
 
     def _narrow(self, node: fx.Node, value: Tensor) -> Tensor:
         """Kept slices of an argument."""
-        old, new = (v.values[node] for v in (self._constants, self._replay))
+        old, new = self._constants.values[node], self._replay.values[node]
         if not isinstance(old, Channels):  # a parameter: take the pruned model's own
             return read_attribute(self._small, str(node.target))
         for dim, order in self._replay.positions_kept(old, new):
@@ -95,12 +94,7 @@ class Counting:
         return value
 
     def _widen(
-        self,
-        node: fx.Node,
-        result: Tensor,
-        new: Channels,
-        full: Channels,
-        said: Sequence[Tensor],
+        self, result: Tensor, new: Channels, full: Channels, said: Sequence[Tensor]
     ) -> Tensor:
         """The narrow result in a full-width tensor; removed slices hold their constant."""
         for axis, constant in zip(full.axes, said, strict=True):

@@ -214,17 +214,13 @@ class Replay(Resizing):
         return Mismatch(units, "what is left of them does not fit together", call)
 
     def source(self, value: Named, roles: Roles, view: tuple[int, ...] | None) -> Channels:
-        rank = len(value.spec.shape if view is None else view)
-        axes = []
-        for dims in roles.values():
-            axis = self._sources.get((value.name, rank, dims))
-            if axis is not None:
-                axes.append(Axis(dims, self.order[axis.first] + axis.first, source=axis))
-        if value.name not in self._by_name:
-            return Channels(value.spec.shape if view is None else view)
-        if rank != len(self._by_name[value.name][0].view):
-            return Channels(value.spec.shape if view is None else view, tuple(axes))
-        return Channels(self.view_shape(value.name), tuple(axes))
+        view = value.shape if view is None else view
+        found = [self._sources.get((value.name, len(view), dims)) for dims in roles.values()]
+        axes = [Axis(s.dims, self.order[s.first] + s.first, source=s) for s in found if s]
+        known = self._by_name.get(value.name)
+        if known and len(known[0].view) == len(view):
+            view = self.view_shape(value.name)
+        return Channels(view, tuple(axes))
 
     def blank(
         self, call: Call, value: float | None, dims: Container[int] | None = None

@@ -20,6 +20,7 @@ from .channels import Axis, Channels, SourceAxis
 from .faults import WrongSize, same_sizes
 from .inspecting import read_attribute
 from .layout import view_dims
+from .ops import argument_at
 from .orders import Mismatch, Orders
 from .recording import Trace, is_size
 from .relations import Relations
@@ -39,10 +40,8 @@ class Resizing(Orders):
         attributes: dict[str, Any] | None = None,
         orders: dict[int, Tensor] | None = None,
         straighten: Container[fx.Node] = (),
-        *,
-        attention: str = "heads",
     ) -> None:
-        super().__init__(trace, relations, kept, orders, straighten, attention=attention)
+        super().__init__(trace, relations, kept, orders, straighten)
         self.attributes = attributes or {}
         self.module_sizes: dict[str, dict[str, Any]] = {}
         self.forwards: dict[str, Callable[..., Any]] = {}  # of modules that need another
@@ -133,11 +132,10 @@ class Resizing(Orders):
         self._keep_numbers(call, {key for place in found if place for key in place})
         instead = found.pop(None, None)
         for (position, name), needed in found.items():
-            given = position < len(call.args)
-            computed = call.args[position] if given else call.kwargs.get(name)
+            computed = argument_at(call, position, name)
             if any(leaves(computed)):
                 computed = self._as_told(call, (position, name), computed)
-            written = call.node.args[position] if given else call.node.kwargs.get(name)
+            written = argument_at(call.node, position, name)
             if not same_sizes(computed, needed, written):
                 units = self.units_around(call.node)
                 self.blame(WrongSize(units, call.node, (position, name), computed, needed, instead))

@@ -169,23 +169,10 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
     for axis in plan._relations.sources:
         axes.setdefault(axis.name, []).append(axis)
     deltas: dict[str, Tensor] = {}
-    made = {key: torch.zeros(()) for key in _made_by_masks(plan, model)}
     for shift in folds.shifts:
         if shift.name:
             deltas[shift.name] = deltas.get(shift.name, 0) + shift.delta
-        else:
-            made[shift.path, shift.attribute] = shift.delta
-    for (path, attribute), delta in made.items():
-        owner = model.get_submodule(path)
-        # A masked model has the bias already: its masks needed it.
-        old = getattr(owner, attribute, None)
-        new = delta.to(next(owner.parameters())) + (0 if old is None else old.detach())
-        rows = _rows_of(plan, path, new)
-        change.biases[path, attribute] = rows.numel()
-        if old is None:
-            change.made[path, attribute] = rows
-        else:
-            change.tensors[dotted(path, attribute)] = rows
+    _biases(plan, model, folds, change)
     carries = {carry.axis.name: carry for carry in folds.carries}
     mixes = folds.mixes
     masked = plan._carriers.any() and plan._telling.masked
@@ -212,6 +199,29 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
         path, _, attribute = name.rpartition(".")
         computed = attribute in parametrizations(on_model.modules[path])
         (change.computed if computed else change.tensors)[name] = new
+    _settings(plan, model, change)
+    return change
+
+
+def _biases(plan: Any, model: nn.Module, folds: Folds, change: Change) -> None:
+    """Those that layers get that have none."""
+    made = {key: torch.zeros(()) for key in _made_by_masks(plan, model)}
+    made |= {(s.path, s.attribute): s.delta for s in folds.shifts if not s.name}
+    for (path, attribute), delta in made.items():
+        owner = model.get_submodule(path)
+        # A masked model has the bias already: its masks needed it.
+        old = getattr(owner, attribute, None)
+        new = delta.to(next(owner.parameters())) + (0 if old is None else old.detach())
+        rows = _rows_of(plan, path, new)
+        change.biases[path, attribute] = rows.numel()
+        if old is None:
+            change.made[path, attribute] = rows
+        else:
+            change.tensors[dotted(path, attribute)] = rows
+
+
+def _settings(plan: Any, model: nn.Module, change: Change) -> None:
+    """Index buffers, attributes and code, and what layers are to work out anew."""
     for name, index in plan._replay.indices.items():
         old = read_attribute(model, name)
         change.tensors[name] = index.to(old)
@@ -234,7 +244,6 @@ def build(plan: Any, model: nn.Module, folds: Folds) -> Change:
         pattern = plan._trace.pattern(node) if node.op == "call_module" else None
         if pattern is not None and pattern.refresh is not None:
             change.refresh[str(node.target)] = pattern.refresh
-    return change
 
 
 def _made_by_masks(plan: Any, model: nn.Module) -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from . import tree
 from .errors import SettingError
-from .inspecting import OF_TORCH, parts_of
+from .inspecting import OF_TORCH, is_torchs_layer, parts_of
 
 # Running a model sets and draws what is the process's: modes, seeds, the code of modules' calls.
 LOCK = threading.RLock()
@@ -96,6 +96,7 @@ _EMPTY: dict[str, Any] = {}
 _STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
     np.random.Generator: (
         lambda g: g.bit_generator.state,
         lambda g, state: setattr(g.bit_generator, "state", state),
@@ -141,7 +142,7 @@ def _evaluating(model: nn.Module, training: bool) -> Iterator[None]:
                 inside = value.values() if isinstance(value, dict) else value
                 held += [t for t in inside if type(t) is Tensor and _can_be_set_back(t)]
             # Those with a history are computed anew before each run (nn.utils.weight_norm).
-            elif isinstance(value, Tensor) and value.is_leaf:
+            elif isinstance(value, Tensor) and value.is_leaf and _can_be_read(value):
                 held.append(value)
         # Some models count calls or keep caches in their buffers, even in eval mode.
         held += [b for b in m._buffers.values() if b is not None]
@@ -158,9 +159,7 @@ def _evaluating(model: nn.Module, training: bool) -> Iterator[None]:
     with _seeds(sorted(d for d in devices if d is not None)), device:
         fast_path = torch.backends.mha.get_fastpath_enabled()
         for m in modules:
-            parts = any(part is not None for part in m._modules.values())
-            of_torch = type(m).__module__.startswith("torch.nn.") and not parts
-            vars(m)["training"] = training and not of_torch
+            vars(m)["training"] = training and not is_torchs_layer(m)
         torch.backends.mha.set_fastpath_enabled(False)  # it would hide the layers from the trace
         try:
             yield
@@ -193,7 +192,11 @@ def _evaluating(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 def _can_be_set_back(t: Tensor) -> bool:
-    return t.is_leaf and t.layout == torch.strided and not t.is_meta and not t.is_nested
+    return t.is_leaf and t.layout == torch.strided and _can_be_read(t)
+
+
+def _can_be_read(t: Tensor) -> bool:
+    return not t.is_meta and not t.is_nested
 
 
 @contextlib.contextmanager

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from .call import Call, Named
-from .channels import Axis, Channels, SourceAxis, followed, laid_over
+from .channels import Axis, Channels, SourceAxis, followed, laid_over, varying
 from .expected import Drawn, Masked
+from .layout import with_rank
 from .recording import Trace
 from .spec import Spec
 from .walk import Walk
@@ -74,10 +75,8 @@ class Sayings(Walk):
     telling: None where constants are not asked for.
     """
 
-    def __init__(
-        self, trace: Trace, model: nn.Module, telling: Telling | None, *, attention: str = "heads"
-    ) -> None:
-        super().__init__(trace, attention=attention)
+    def __init__(self, trace: Trace, model: nn.Module, telling: Telling | None) -> None:
+        super().__init__(trace)
         self.telling = telling
         self.rows = Drawn() if telling is not None and telling.drawn else Masked()
         self._tensors = trace.on(model)
@@ -133,10 +132,12 @@ class Sayings(Walk):
         return float(self.read(value.name)) if value.spec.dtype.is_floating_point else None
 
     def overwritten(self, x: Channels, value: float) -> Channels:
-        said = ((axis, self.filled(value, axis.units.numel())) for axis in x.axes)
-        return x.with_axes(
-            axis.saying(None if t is None else t.reshape(1, *axis.units.shape)) for axis, t in said
-        )
+        axes = []
+        for axis in x.axes:
+            said = self.filled(value, axis.units.numel())
+            axes.append(axis.saying(None if said is None else said.reshape(1, *axis.units.shape)))
+        one = self.filled(value, 1) if math.prod(x.shape) == 1 else None
+        return Channels(x.shape, tuple(axes), None if one is None else one.item())
 
     def filled(self, value: float | None, size: int) -> Tensor | None:
         """Constants of a result that the call fills with one value."""
@@ -233,8 +234,13 @@ class Sayings(Walk):
             axes.append(axis.saying(same[0].constant, axis.border) if same else axis)
         return y.with_axes(axes)
 
+    def overlaid(self, x: Channels, value: Channels, index: Any, whole: bool) -> Channels:
+        if index is None or self.telling is None:
+            return self.forget(x)
+        return x.with_axes(_overlaid(x, axis, value, index, whole) for axis in x.axes)
+
     def forget(self, value: Any) -> Any:
-        return value.with_axes(axis.saying(None) for axis in value.axes)
+        return Channels(value.shape, tuple(axis.saying(None) for axis in value.axes))
 
     def emit(
         self, x: Channels, dims: Iterable[int], constant: Channels | None, known: bool = True
@@ -348,6 +354,27 @@ def _as_read(axis: Axis, dims: tuple[int, ...]) -> Axis:
         same = (said.amin(rows) == said.amax(rows)).all(0)
         said = said.movedim(0, -1)[first].movedim(-1, 0).masked_fill(~same, torch.nan)
     return Axis(tuple(d for d in axis.dims if d in dims), axis.units[first], said, axis.border)
+
+
+def _overlaid(x: Channels, axis: Axis, value: Channels, index: Any, whole: bool) -> Axis:
+    """An axis of ``x`` after ``x[index] = value``: what is written in part says a number where that
+    was there before."""
+    places = torch.arange(axis.units.numel()).reshape(axis.units.shape)
+    places = laid_over(places[None], axis.dims, range(len(x.shape)))[0][index]
+    dims = varying(places)
+    value = with_rank(value, places.dim())
+    others = value.touching(dims)
+    if not all(set(other.dims) <= set(dims) for other in others):
+        return axis.saying(None, axis.border)
+    old, new = axis.says(axis.dims), _laid(value, others, dims)
+    rows = max(len(old), len(new))
+    said = old.expand(rows, *axis.units.shape).reshape(rows, -1).clone()
+    new = new.expand(rows, *[places.size(d) for d in dims]).reshape(rows, -1)
+    places = places.reshape(-1)
+    said[:, places] = new if whole else torch.where(said[:, places] == new, new, torch.nan)
+    border = axis.border or any(other.border for other in others)
+    said = said.reshape(rows, *axis.units.shape)
+    return axis.saying(_zero_or_nan(said == 0) if border else said, border)
 
 
 def _zero_or_nan(zero: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class Contender:
         own: a fraction that is this group's own: it does not compete.
         kind: of its structure; see :func:`structure`.
         curve: the predicted error with 0, 1, … n units, where that is known.
-        step: what the number of units is rounded to, where that is not the same for all.
+        step: what the number of units is rounded to.
     """
 
     choice: Choice
@@ -52,15 +52,15 @@ class Contender:
     own: float | None = None
     kind: Hashable = None
     curve: np.ndarray | None = None
-    step: int | None = None
+    step: int = 1
 
     @property
     def width(self) -> int:
         return len(self.choice.units)
 
-    def most(self, round_to: int = 1) -> float:
+    def most(self) -> float:
         """The largest fraction that can go."""
-        return int(_Steps.of(self, round_to).asks[-1]) / self.width
+        return int(_Steps.of(self).asks[-1]) / self.width
 
 
 def fractions(
@@ -68,7 +68,6 @@ def fractions(
     s: float,
     *,
     scope: str = "local",
-    round_to: int = 1,
     work: Work | None = None,
 ) -> list[float]:
     """What each group is to lose, as a fraction of its units: ``choice.keep`` takes it.
@@ -92,22 +91,22 @@ def fractions(
             if group.own is None:
                 pools.setdefault(group.kind if scope == "isomorphic" else None, []).append(i)
         for pool in pools.values():
-            found = compete([groups[i] for i in pool], s, round_to)
+            found = compete([groups[i] for i in pool], s)
             for i, fraction in zip(pool, found, strict=True):
                 asked[i] = fraction
     for i, group in enumerate(groups):
         if group.least > 1 and asked[i] > 0:
-            asked[i] = min(asked[i], group.most(round_to))
+            asked[i] = min(asked[i], group.most())
     return asked
 
 
-def compete(groups: Sequence[Contender], s: float, round_to: int = 1) -> list[float]:
+def compete(groups: Sequence[Contender], s: float) -> list[float]:
     """The fraction that each loses, where the share ``s`` of all their units goes, lowest first.
 
     Units go in steps: as few as bins and rounding let go of a group at a time, at the mean score of
     these. A step that is too large for what is left to remove ends its group's turn.
     """
-    steps = [_Steps.of(group, round_to) for group in groups]
+    steps = [_Steps.of(group) for group in groups]
     total = sum(group.width for group in groups)
     wanted = int(np.ceil(s * total - 0.5 - 1e-9))
     owner = np.repeat(np.arange(len(groups)), [len(each.sizes) for each in steps])
@@ -141,9 +140,9 @@ class _Steps:
     asks: np.ndarray
 
     @classmethod
-    def of(cls, group: Contender, round_to: int) -> _Steps:
+    def of(cls, group: Contender) -> _Steps:
         n = group.width
-        gone = n - group.choice.kept_counts(np.arange(n + 1) / n, group.step or round_to)
+        gone = n - group.choice.kept_counts(np.arange(n + 1) / n, group.step)
         reached, asks = np.unique(gone[n - gone >= group.least], return_index=True)
         sizes = np.diff(reached)
         if not len(sizes):

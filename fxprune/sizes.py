@@ -17,7 +17,7 @@ import math
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,6 +167,11 @@ def origins(number: Any) -> Iterator[Dimension | Attribute]:
         yield origin
 
 
+def dimensions(numbers: Iterable[Any]) -> list[Dimension]:
+    """The sizes of tensors that numbers are made of."""
+    return [o for number in numbers for o in origins(number) if isinstance(o, Dimension)]
+
+
 def expression(number: Any) -> Any:
     """A hashable form of what a number is made of: the same for equal expressions only."""
     origin = getattr(number, "origin", None)
@@ -209,8 +214,9 @@ def _install(base: type, cls: type) -> None:
     def unary(name: str, function: Callable[..., Any]) -> None:
         compute = getattr(base, name)
 
-        def method(self: Any) -> Any:
-            return traced(compute(self), Operation(function, (self,)))
+        def method(self: Any, *digits: Any) -> Any:
+            value = compute(self, *digits)
+            return value if digits else traced(value, Operation(function, (self,)))
 
         method.__name__ = name
         setattr(cls, name, method)
@@ -218,6 +224,8 @@ def _install(base: type, cls: type) -> None:
     for name in ("abs", "neg", "pos", "invert"):
         if hasattr(base, f"__{name}__"):
             unary(f"__{name}__", getattr(operator, name))
+    for name, function in (("floor", math.floor), ("ceil", math.ceil), ("round", round)):
+        unary(f"__{name}__", function)
 
     def both(self: Any, other: Any) -> Any:
         return self // other, self % other
@@ -245,7 +253,7 @@ _install(float, TracedFloat)
 on_question: Callable[[Callable[..., Any], tuple[Any, ...], Any], None] | None = None
 
 
-def _install_questions(cls: type, base: type) -> None:
+def _install_questions(base: type, cls: type) -> None:
     def question(name: str, function: Callable[..., Any]) -> None:
         plain_method = getattr(base, name)
 
@@ -269,29 +277,15 @@ def _install_questions(cls: type, base: type) -> None:
     question("__format__", format)
     question("__hash__", hash)  # of a key that a dictionary may lack
     if hasattr(base, "bit_length"):
-        question("bit_length", base.bit_length)  # type: ignore[attr-defined]
+        question("bit_length", bit_length)
 
 
-def _install_rounding(cls: type, base: type) -> None:
-    def rounding(name: str, function: Callable[..., Any]) -> None:
-        plain_method = getattr(base, name)
-
-        def method(self: Any, *digits: Any) -> Any:
-            value = plain_method(self, *digits)
-            return value if digits else traced(value, Operation(function, (self,)))
-
-        method.__name__ = name
-        setattr(cls, name, method)
-
-    rounding("__floor__", math.floor)
-    rounding("__ceil__", math.ceil)
-    rounding("__round__", round)
+def bit_length(number: int) -> int:
+    return int.bit_length(number)
 
 
-_install_rounding(TracedInt, int)
-_install_rounding(TracedFloat, float)
-_install_questions(TracedInt, int)
-_install_questions(TracedFloat, float)
+_install_questions(int, TracedInt)
+_install_questions(float, TracedFloat)
 
 
 @contextlib.contextmanager

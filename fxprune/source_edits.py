@@ -7,6 +7,7 @@ import functools
 import inspect
 import linecache
 import operator
+import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from fractions import Fraction
@@ -19,7 +20,8 @@ from torch import fx
 
 from .code import RESIZED, UNTAKEN, compiled, definition, inside
 from .faults import WrongSize, same_sizes
-from .ops import op_name
+from .ops import argument_at, op_name
+from .recording import is_size
 from .registry import for_function
 from .replay import Replay
 from .source import imported, places_of
@@ -75,7 +77,7 @@ class Method:
         self._local = {
             getattr(node, "id", getattr(node, "name", getattr(node, "arg", ""))): node
             for node in ast.walk(defined)
-            if isinstance(node, (ast.FunctionDef, ast.arg))
+            if (isinstance(node, (ast.FunctionDef, ast.arg)) and node is not defined)
             or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
         }
 
@@ -163,17 +165,19 @@ class Method:
             argument = (node.left, node.right)[position]
         else:
             raise CannotPatch
-        given = recorded.args[position] if position < len(recorded.args) else recorded.kwargs[name]
+        given = argument_at(recorded, position, name)
         self._write(argument, given, fault.computed, fault.needed, replay)
 
     def _add(self, node: ast.Call, name: str, needed: Any) -> None:
         """An argument that the code leaves to its default."""
         if not name or not _can_be_written(needed):
             raise CannotPatch
+        given = [*node.args, *(k.value for k in node.keywords)]
         end = self._span(node)[1] - 1
-        before = self.source.encode()[:end].rstrip()
-        comma = "" if before[-1:] in b",(" else ", "
-        self._edit(end, end, f"{comma}{name}={_literal(needed)}")
+        start = max((self._span(each)[1] for each in given), default=end)
+        behind = re.sub(rb"#.*", b"", self.source.encode()[start:end])
+        comma = ", " if given and b"," not in behind else ""
+        self._edit(end, end, f"{comma}{name}={needed!r}")
 
     def _check_call(self, node: ast.Call, recorded: fx.Node) -> None:
         names = {_called(node), getattr(node.func, "attr", "")}
@@ -213,12 +217,13 @@ class Method:
 
     def _text(self, at: ast.expr, given: Any, computed: Any, needed: Any, replay: Replay) -> str:
         old, made_of = self._old(at), list(_sizes_in(given))
+        free = any(starmap(replay.is_free, made_of))
         if "training" in old:
             raise CannotPatch
-        if _is_constant(at) or (made_of and not any(starmap(replay.is_free, made_of))):
-            return _literal(needed)
-        if not any(starmap(replay.is_free, made_of)):  # a variable: of what, the run does not tell
-            return f"{self._own.arg}.{RESIZED}({old}, {_literal(computed)}, {_literal(needed)})"
+        if _is_constant(at) or (made_of and not free):
+            return repr(needed)
+        if not free:  # a variable: of what, the run does not tell
+            return f"{self._own.arg}.{RESIZED}({old}, {computed!r}, {needed!r})"
         # Some of it is the batch's: its product with the number that makes it right.
         whole = isinstance(needed, int) and isinstance(computed, int) and computed
         if not whole or not _is_product(given):
@@ -329,7 +334,7 @@ def _sizes_in(value: Any) -> Iterator[tuple[fx.Node, int]]:
             waiting += [node.start, node.stop, node.step]
         elif isinstance(node, fx.Node) and node not in seen:
             seen.add(node)
-            if node.op == "call_method" and node.target == "size":
+            if is_size(node):
                 yield node.args  # type: ignore[misc]
             else:
                 waiting += node.all_input_nodes
@@ -352,7 +357,3 @@ def _can_be_written(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_can_be_written, value))
     return type(value) in (int, float)
-
-
-def _literal(value: Any) -> str:
-    return repr(list(value) if isinstance(value, list) else value)

@@ -43,14 +43,8 @@ def spec(value: Any) -> Any:
         return Spec(tuple(int(n) for n in value.shape), value.dtype)
     if isinstance(value, (sizes.TracedInt, sizes.TracedFloat)):
         return sizes.plain(value)
-    if isinstance(value, torch.Size):
-        return tuple(int(n) for n in value)
     if isinstance(value, (tuple, list)):
-        return (
-            type(value)(map(spec, value))
-            if type(value) in (tuple, list)
-            else tuple(map(spec, value))
-        )
+        return (list if type(value) is list else tuple)(map(spec, value))
     if isinstance(value, dict):
         return {key: spec(item) for key, item in value.items()}
     return value if type(value) in BASIC else None

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from .near import package_of
 from .ops import Applied, sets_up_context
@@ -100,19 +99,19 @@ def autograd_functions() -> list[type]:
 
 
 @contextlib.contextmanager
-def script_calls(tell: Callable[..., Any]) -> Iterator[None]:
-    """While inside, ``tell`` is called in the place of each compiled function: with its
-    ``__call__``, it, and its arguments. PyTorch tells of nothing that such a function does."""
-    original = torch.jit.ScriptFunction.__call__
+def calls_of(cls: Any, tell: Callable[..., Any]) -> Iterator[None]:
+    """While inside, ``tell`` is called in the place of each object of a class: with its
+    ``__call__``, it, and its arguments."""
+    original = cls.__call__
 
-    def __call__(self: torch.jit.ScriptFunction, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         return tell(original, self, args, kwargs)
 
-    torch.jit.ScriptFunction.__call__ = __call__  # type: ignore[method-assign]
+    cls.__call__ = __call__
     try:
         yield
     finally:
-        torch.jit.ScriptFunction.__call__ = original  # type: ignore[method-assign]
+        cls.__call__ = original
 
 
 @contextlib.contextmanager
@@ -150,19 +149,3 @@ def scripted_from(function: torch.jit.ScriptFunction) -> Callable[..., Any] | No
     made = torch.jit._state._try_get_jit_cached_function(source) if source else None
     same = made is not None and made.qualified_name == function.qualified_name
     return source if same else None
-
-
-@contextlib.contextmanager
-def module_calls(tell: Callable[..., Any]) -> Iterator[None]:
-    """While inside, ``tell`` is called in the place of each module: with its ``__call__``, it, and
-    its arguments."""
-    original = nn.Module.__call__
-
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return tell(original, self, args, kwargs)
-
-    nn.Module.__call__ = __call__  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]

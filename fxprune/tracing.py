@@ -20,7 +20,7 @@ from .recorder import Recorder
 from .recording import Trace
 from .registry import python_functions
 from .running import LOCK, bind_inputs, describe, evaluating, uncollected, wanted
-from .told import autograd_functions, module_calls, script_calls, told, uncompiled, variables
+from .told import autograd_functions, calls_of, told, uncompiled, variables
 
 
 def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
@@ -117,13 +117,14 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
         recorded_types(),
         caches.passed_by(),
         torch.no_grad(),
-        module_calls(recorder.module),
-        script_calls(recorder.scripted),
+        calls_of(nn.Module, recorder.module),
+        calls_of(torch.jit.ScriptFunction, recorder.scripted),  # whose calls PyTorch does not tell
         variables(recorder.wrapped),
         uncompiled(),
         told((*python_functions(), *autograd_functions()), recorder.python_call),
     ):
-        args, kwargs = recorder.nodes.placeholders(*bind_inputs(example_input))
+        args, kwargs = bind_inputs(example_input)
+        recorder.nodes.placeholders(args, kwargs)
         try:
             with recorder, recorder.listening():
                 output = model(*args, **kwargs)

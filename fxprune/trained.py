@@ -32,10 +32,8 @@ class InTrainingAlone:
             the model returns may go by it.
     """
 
-    def __init__(
-        self, trace: Trace, trained: Callable[[], Trace | None], *, attention: str
-    ) -> None:
-        self.trace, self.trained, self.attention = trace, trained, attention
+    def __init__(self, trace: Trace, trained: Callable[[], Trace | None]) -> None:
+        self.trace, self.trained = trace, trained
 
     def __call__(self, relations: Relations) -> list[Stays]:
         own, there = self._found
@@ -55,7 +53,8 @@ class InTrainingAlone:
         own = set() if training is None else left & set(uses_of(training)) - _unused(training)
         if training is None or not (own or (returns and not _same_calls(trace, training))):
             return set(), None
-        return own, discover(training, attention=self.attention)
+        training.attention = trace.attention
+        return own, discover(training)
 
 
 def _met(there: Relations, relations: Relations, own: set[str]) -> list[Stays]:
@@ -67,10 +66,10 @@ def _met(there: Relations, relations: Relations, own: set[str]) -> list[Stays]:
         if source.name in own:
             owners |= dict.fromkeys(there.of(source).reshape(-1).tolist(), source.name)
     owners[0] = "something"  # else that stays there
-    here = {(s.name, s.view, s.dims): relations.of(s).reshape(-1) for s in relations.sources}
+    here = {s.key: relations.of(s).reshape(-1) for s in relations.sources}
     found = []
     for source in there.sources:
-        key, classes = (source.name, source.view, source.dims), there.of(source).reshape(-1)
+        key, classes = source.key, there.of(source).reshape(-1)
         if key in here:
             met = np.flatnonzero(np.isin(classes, list(owners)) & (here[key] > 0))
             if len(met):
@@ -84,10 +83,10 @@ def _returned(there: Relations, relations: Relations) -> list[Stays]:
     outputs = [note.units.numpy() for note in there.frozen if note.reason == IS_OUTPUT]
     is_output = np.zeros(len(there.classes), dtype=bool)
     is_output[np.concatenate([np.zeros(0, dtype=int), *outputs])] = True
-    here = {(s.name, s.view, s.dims): relations.of(s).reshape(-1) for s in relations.sources}
+    here = {s.key: relations.of(s).reshape(-1) for s in relations.sources}
     found = []
     for source in there.sources:
-        key = source.name, source.view, source.dims
+        key = source.key
         own = is_output[source.first : source.first + source.size]
         slices = np.flatnonzero(own & (here[key] > 0 if key in here else False))
         if len(slices):

@@ -49,19 +49,9 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 def rebuild(value: Any, function: Callable[[Any], Any]) -> Any:
     """``value`` with ``function`` applied to each child of a container; leaves as they are."""
-    kind = type(value)
-    if kind is tuple:
-        return tuple([function(item) for item in value])
-    if kind is list:
-        return [function(item) for item in value]
-    if kind is dict:
-        return {key: function(item) for key, item in value.items()}
-    if isinstance(value, torch.Size):
-        return tuple(function(item) for item in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(function(item) for item in value))
     if isinstance(value, tuple):
-        return tuple(function(item) for item in value)
+        items = [function(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, list):
         return [function(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -31,7 +31,7 @@ def beside_unreached(trace: Trace, relations: Relations) -> list[Stays]:
                 classes = relations.of(source).reshape(-1)
                 slices = np.flatnonzero(np.isin(classes, shared) & (classes > 0))
                 if len(slices):
-                    key = source.name, source.view, source.dims
+                    key = source.key
                     reason = f"the example does not reach {unreached}, which goes with them"
                     found.append(Stays(key, slices, reason))
     return found
@@ -68,5 +68,4 @@ def _by_data(trace: Trace, paths: list[str]) -> bool:
     }  # fmt: skip
     calls = [trace.calls[i] for i in runs if i is not None]
     asked = (number for call in calls for q in call.questions for number in q.operands)
-    by_size = any(isinstance(o, sizes.Dimension) for number in asked for o in sizes.origins(number))
-    return by_size or any(call.reads_data for call in calls)
+    return bool(sizes.dimensions(asked)) or any(call.reads_data for call in calls)

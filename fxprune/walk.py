@@ -17,7 +17,7 @@ from torch import fx
 from . import tree
 from .algebra import Algebra
 from .aten import followed, is_pointwise, ops_of
-from .call import Call, Named, leaves, map_channels, map_specs, rigid
+from .call import Call, Named, leaves, map_specs, rigid
 from .channels import Axis, Channels
 from .recording import after_write, is_size
 from .spec import TOLD, Spec
@@ -95,7 +95,7 @@ class Walk(Algebra):
         if isinstance(node.target, type):
             return kwargs or args  # a container of the model's own: its fields
         self.resize(call)
-        return map_channels(self.apply(call), _without_sources)
+        return map_specs(self.apply(call), _without_sources)
 
     def apply(self, call: Call) -> Any:
         hooked = self.trace.computed_by_hook(call.path) if call.path else ""
@@ -120,8 +120,8 @@ class Walk(Algebra):
         return tuple(self.meet(call, values) for _ in call.spec)
 
 
-def _without_sources(x: Channels) -> Channels:
+def _without_sources(x: Any) -> Any:
     """A result is no parameter's own axis any more."""
-    if any(axis.source is not None for axis in x.axes):
+    if isinstance(x, Channels) and any(axis.source is not None for axis in x.axes):
         return x.with_axes(Axis(a.dims, a.units, a.said, a.border, blank=a.blank) for a in x.axes)
     return x

@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from fxprune.channels import Channels, remap
+from fxprune.layout import with_rank
 from fxprune.recording import is_size
 from fxprune.registry import register
 
@@ -105,8 +106,7 @@ def repeat(a, call):
     x = call.channels()
     times = sizes_of(call, 1, "repeats" if call.word == "repeat" else "dims")
     times = [1] * (len(x.shape) - len(times)) + times
-    by = len(times) - len(x.shape)
-    wide = remap(x, {d: d + by for d in range(len(x.shape))}, (1,) * by + x.shape)
+    wide = with_rank(x, len(times))
     shape = tuple(n * t for n, t in zip(wide.shape, times, strict=True))
     y = a.move(call, wide, lambda t: t.repeat(times), shape)
     widths = widths_read(a, call)

@@ -16,12 +16,12 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border, moves=True
 
     ``groups`` is how many there were when the run was recorded; ``moves``: it strides or pads."""
     shape = call.shape
-    w_shape, old = weight_shape(a, call, weight), weight_spec(a, call, weight)
-    kernel = w_shape[2:]
     if isinstance(weight, str):
-        a.kernel(call, a.member(call, weight), range(2, len(w_shape)))
-    else:
-        weight = a.kernel(call, weight, range(2, len(w_shape)))
+        weight = a.member(call, weight)
+    w_shape = weight_shape(a, weight)
+    old = weight.spec.shape if isinstance(weight, Named) else call.recorded(1, "weight").shape
+    kernel = w_shape[2:]
+    weight = a.kernel(call, weight, range(2, len(w_shape)))
     if isinstance(weight, Channels):  # computed in the forward, with an axis on every dimension
         mixed = [axis for axis in weight.axes if len(axis.dims) > 1]  # they make and read at once
         weight = a.freeze_dims(
@@ -43,10 +43,9 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border, moves=True
     x = a.freeze_dims(x, others, "a convolution slides over them or they are its batch", call)
     # The model as it is tells what kind it is: a group may be left with one channel.
     grouped, before = groups > 1, (old[0] // groups, old[1])
-    value = a.member(call, weight) if isinstance(weight, str) else weight
     if grouped and 1 in before:  # groups can go as a whole
-        named = isinstance(value, Named)
-        groups = a.groups_of(value, groups) if named else w_shape[0] // before[0]
+        named = isinstance(weight, Named)
+        groups = a.groups_of(weight, groups) if named else w_shape[0] // before[0]
     first, second = w_shape[0] // groups, w_shape[1]
     reads, makes = (first, second) if transposed else (second, first)
     reads_one, makes_one = (n == 1 for n in (before if transposed else before[::-1]))
@@ -96,16 +95,9 @@ def zero_by_one(said):
     return torch.where((said[0] == 0) | (said[1] == 0), 0.0, torch.nan)
 
 
-def weight_shape(a, call, weight):
+def weight_shape(a, weight):
     """The weight's shape at the widths of this pass."""
-    value = a.member(call, weight) if isinstance(weight, str) else weight
-    return a.tensor_shape(value) if isinstance(value, Named) else value.shape
-
-
-def weight_spec(a, call, weight):
-    """The weight's shape in the model as it is."""
-    value = a.member(call, weight) if isinstance(weight, str) else weight
-    return value.spec.shape if isinstance(value, Named) else call.recorded(1, "weight").shape
+    return a.tensor_shape(weight) if isinstance(weight, Named) else weight.shape
 
 
 def border_of(transposed, padding, mode, kernel):
@@ -158,7 +150,7 @@ def new_groups(position, transposed=False):
     def resize(call, new):
         if call.recorded(position, "groups", 1) == 1:
             return {}
-        shape = weight_shape(call.algebra, call, call.arg(1, "weight"))
+        shape = weight_shape(call.algebra, call.arg(1, "weight"))
         channel = len(new.result) - len(shape) + 1
         whole = new.result[channel] if transposed else call.channels().shape[channel]
         return {(position, "groups"): whole // shape[1]}
@@ -183,7 +175,7 @@ def conv_function(a, call):
 def conv_transpose_function(a, call):
     """y[o] = Σᵢ W[i, o] *ᵀ x[i] + b[o]."""
     weight = call.arg(1, "weight")
-    border = border_of(True, 0, "zeros", weight_shape(a, call, weight)[2:])
+    border = border_of(True, 0, "zeros", weight_shape(a, weight)[2:])
     return convolve(
         a, call, call.channels(), weight, call.arg(2, "bias"), call.recorded(6, "groups", 1),
         transposed=True, border=border,
@@ -194,9 +186,7 @@ def conv_transpose_function(a, call):
 def aten_convolution(a, call):
     """aten's one form of all of them."""
     transposed, weight = call.arg(6, "transposed"), call.arg(1, "weight")
-    border = border_of(
-        transposed, call.arg(4, "padding"), "zeros", weight_shape(a, call, weight)[2:]
-    )
+    border = border_of(transposed, call.arg(4, "padding"), "zeros", weight_shape(a, weight)[2:])
     return convolve(
         a, call, call.channels(), weight, call.arg(2, "bias"), call.recorded(8, "groups"),
         transposed=transposed, border=border,

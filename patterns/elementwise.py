@@ -29,7 +29,7 @@ ARITHMETIC = (
 # The same values: a copy, a cast, another device or memory layout; dropout, which is off.
 SAME = (
     "contiguous", "clone", "detach", "to", "type", "type_as", "float", "double", "half", "bfloat16",
-    "cpu", "cuda", "to_copy", "data", "requires_grad", "alias", "lift_fresh", "_to_copy",
+    "cpu", "cuda", "to_copy", "data", "requires_grad", "alias", "lift_fresh",
     "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
 )  # fmt: skip
 

@@ -19,7 +19,8 @@ def look_up(a, call, index, weight):
 
 def bag(a, call, index, weight):
     w = table(a, call, weight)
-    a.freeze_all([index], f"{call.name} sums the rows that they pick", call)
+    others = [v for v in call.inputs if v is not weight]  # offsets and weights of rows, too
+    a.freeze_all(others, f"{call.name} sums the rows that they pick", call)
     return remap(w, {1: 1}, (call.shape[0], w.shape[1]))
 
 

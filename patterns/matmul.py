@@ -6,8 +6,8 @@ from string import ascii_letters
 
 from fxprune.patterns.linear import turned, weights_of_terms
 
-from fxprune.channels import Channels, remap
-from fxprune.layout import broadcast_shape
+from fxprune.channels import remap
+from fxprune.layout import broadcast_shape, with_rank
 from fxprune.registry import register
 
 
@@ -32,7 +32,7 @@ def product(a, call, x, y):
         y = a.view(call, y, (*y.shape, 1))
     lead = broadcast_shape([x.shape[:-2], y.shape[:-2]])
     rank = len(lead) + 2
-    x, y = lift(x, rank), lift(y, rank)
+    x, y = with_rank(x, rank), with_rank(y, rank)
     shape = (*lead, x.shape[-2], y.shape[-1])
     batch = [(d, d, d) for d in range(len(lead))]
     k = rank - 1
@@ -41,12 +41,6 @@ def product(a, call, x, y):
         ends = [*lead, *([] if first else [shape[-2]]), *([] if second else [shape[-1]])]
         result = a.view(call, result, tuple(ends))
     return result
-
-
-def lift(x, rank):
-    """Leading dimensions of size 1."""
-    by = rank - len(x.shape)
-    return remap(x, {d: d + by for d in range(len(x.shape))}, (1,) * by + x.shape)
 
 
 @register("baddbmm", "addbmm")
@@ -79,7 +73,7 @@ def grouped(a, call):
 def einsum(a, call):
     """Two operands at a time; letters that nothing after them has are summed first."""
     operands = call.inputs
-    ranks = [len(v.shape if isinstance(v, Channels) else v.spec.shape) for v in operands]
+    ranks = [len(v.shape) for v in operands]
     spelled = spell(call.arg(0, "equation"), ranks)
     if spelled is None:
         return a.unknown(call)
@@ -102,7 +96,7 @@ def einsum(a, call):
 @register("tensordot")
 def tensordot(a, call):
     """y[i, j] = Σₖ x[i, k] w[k, j], over as many dimensions as ``dims`` says, or those it names."""
-    dims, ranks = call.arg(2, "dims", 2), [len(v.shape) for v in map(shaped, call.inputs)]
+    dims, ranks = call.arg(2, "dims", 2), [len(v.shape) for v in call.inputs]
     if isinstance(dims, int):
         dims = list(range(-dims, 0)), list(range(dims))
     if not (isinstance(dims, (tuple, list)) and all(isinstance(d, (tuple, list)) for d in dims)):
@@ -118,10 +112,6 @@ def tensordot(a, call):
         for value, term in zip(call.inputs, terms, strict=True)
     ]
     return times(a, call, parts[0], parts[1], "".join(out))
-
-
-def shaped(value):
-    return value if isinstance(value, Channels) else value.spec
 
 
 def spell(equation, ranks):

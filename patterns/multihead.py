@@ -71,6 +71,8 @@ def multihead(a, call):
         a.meet(call, [x, token], None, x.shape)
     heads = [axis for x in (q, k, v) for axis in x.touching([0])]
     mask = call.arg(5, "attn_mask")
+    for given in (mask, call.arg(3, "key_padding_mask")):
+        a.freeze_all([given], f"it is a mask of {call.name}", call)
     if mask is not None and len(a.channels(mask).shape) == 3:
         for axis in heads:
             a.freeze(axis, f"a mask is given for every head of {call.name}", call)

@@ -18,18 +18,9 @@ def windows(a, call, x, dims, *, constant=True):
     """Channels pass; positions become other positions. A constant map stays what it is."""
     x = a.freeze_dims(x, dims, "a window slides over them", call)
     x = a.through_window(x) if constant else a.forget(x)
-    results = call.spec if isinstance(call.spec, (tuple, list)) else [call.spec]
-    shapes = [resized(x, spec.shape, len(results) == 1 and call.shape) for spec in results]
-    values = [Channels(shape, x.axes) for shape in shapes]
-    return values[0] if not isinstance(call.spec, (tuple, list)) else tuple(values)
-
-
-def resized(x, shape, known):
-    """The result's shape at this pass's widths: positions as recorded, channels as they come in."""
-    if known:
-        return known
-    labelled = {d for axis in x.axes for d in axis.dims}
-    return tuple(x.shape[d] if d in labelled else n for d, n in enumerate(shape))
+    if isinstance(call.spec, (tuple, list)):
+        return tuple(Channels(shape, x.axes) for shape in call.shapes)
+    return Channels(call.shape, x.axes)
 
 
 def spatial(call):

@@ -13,9 +13,10 @@ from fxprune.registry import register
 
 
 def over(call, position, x):
-    """The dimensions a reduction goes over; all of them where none is given."""
+    """The dimensions a reduction goes over; all of them where none is given (``unbiased``, a flag,
+    stands in their place)."""
     dims = call.arg(position, "dim")
-    if dims is None or (isinstance(dims, (tuple, list)) and not dims):
+    if dims is None or isinstance(dims, bool) or (isinstance(dims, (tuple, list)) and not dims):
         return list(range(len(x.shape)))
     return [dims] if isinstance(dims, int) else list(dims)
 
@@ -86,12 +87,7 @@ def cosine(a, call):
 @register("var", "std", "var_mean", "std_mean")
 def spread(a, call):
     """y = variance or deviation of x over dimensions."""
-    x = call.channels()
-    dims = over(call, 1, x)
-    if isinstance(call.arg(1, "dim"), bool):
-        dims = range(len(x.shape))
-    y = a.reduce(call, x, dims, bool(call.kwargs.get("keepdim", call.arg(3, "keepdim", False))))
-    return y if not isinstance(call.spec, (tuple, list)) else tuple(y for _ in call.spec)
+    return reduce(a, call, 1, 3)
 
 
 @register("softmax", "log_softmax", "softmin", "gumbel_softmax", "cumsum", "cumprod",

@@ -82,15 +82,24 @@ def gather(a, call):
     x, index = call.channels(), call.arg(*at)
     if not isinstance(dim, int) or not isinstance(index, Channels):
         return a.unknown(call)
-    dim %= len(x.shape)
     reason = f"positions that are data are read from it in {call.name}"
-    parts = [a.freeze_dims(t, [dim], reason, call) for t in (x, index)]
-    ones = [tuple(1 if d == dim else n for d, n in enumerate(t.shape)) for t in parts]
-    shapes = list(zip(ones, parts, strict=True))
-    met = a.meet(call, [Channels(one, t.axes) for one, t in shapes], lambda t: t[0])
-    return Channels(
-        tuple(index.shape[d] if d == dim else n for d, n in enumerate(met.shape)), met.axes
-    )
+    met = beside(a, call, [x, index], dim, reason, short=call.word == "gather")
+    return Channels(call.shape, met.axes)
+
+
+def beside(a, call, parts, dim, reason, *, short=True):
+    """What stands beside the first of ``parts`` along all dimensions but ``dim``; where it may be
+    ``short`` it may end before it there."""
+    shape = parts[0].shape
+    ends = {d for t in parts for d, n in enumerate(t.shape) if n != shape[d]} if short else set()
+    apart = a.decide(call, lambda: {dim % len(shape), *ends})
+    parts = [a.freeze_dims(t, apart, reason, call) for t in parts]
+    return a.meet(call, [Channels(without(t, apart), t.axes) for t in parts], lambda t: t[0])
+
+
+def without(x, dims):
+    """Its shape, with one slice along ``dims``."""
+    return tuple(1 if d in dims else n for d, n in enumerate(x.shape))
 
 
 # Where the dimension stands among the arguments; the last one unless it is given.
@@ -112,8 +121,7 @@ def ordered(a, call):
     if len(results[0].shape) < len(x.shape):
         values = a.levelled(x, a.reduce(call, x, [dim], False))
     else:
-        shape = tuple(results[0].shape[d] if d == dim else n for d, n in enumerate(x.shape))
-        values = Channels(shape, x.axes)
+        values = Channels(call.shape if results[0] is call.spec else call.shapes[0], x.axes)
     if results[0] is call.spec:  # positions alone
         return a.forget(values) if call.word.startswith("arg") else values
     return values, *(a.forget(values) for _ in results[1:])

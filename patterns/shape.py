@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Size, nn
 
 from fxprune.channels import Channels, remap
@@ -128,8 +129,6 @@ def matrix_transpose(a, call):
 @register("movedim", "moveaxis", kind="permute")
 def movedim(a, call):
     """Dimensions move to new places, the others close up."""
-    import torch
-
     rank = len(call.channels().shape)
     probe = torch.empty(tuple(range(2, rank + 2)), device="meta")
     moved = torch.movedim(probe, call.arg(1, "source"), call.arg(2, "destination"))

@@ -17,9 +17,7 @@ def transform(a, call, dims):
     dims = range(len(x.shape)) if dims is None else [dims] if isinstance(dims, int) else dims
     x = a.freeze_dims(x, [d % len(x.shape) for d in dims], f"{call.word} mixes them", call)
     y = a.meet(call, [x], lambda t: torch.where(t[0] == 0, 0.0, torch.nan), x.shape)
-    labelled = {d for axis in y.axes for d in axis.dims}
-    shape = call.node.meta["spec"].shape
-    return Channels(tuple(y.shape[d] if d in labelled else n for d, n in enumerate(shape)), y.axes)
+    return Channels(call.shape, y.axes)
 
 
 @register(*(f"fft_{name}" for name in ONE))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from fxprune.patterns.indexing import (
     as_tuple,
     is_data,
+    is_full,
     is_mask,
     masked_dims,
     new_index,
@@ -13,6 +15,7 @@ from fxprune.patterns.indexing import (
     pick,
     where_masked,
 )
+from fxprune.patterns.selecting import beside
 
 from fxprune.call import Named
 from fxprune.channels import Channels, remap
@@ -38,8 +41,7 @@ def standing_for(index):
 
     def stand_in(item):
         if isinstance(item, (Channels, Named)):
-            shape = item.spec.shape if isinstance(item, Named) else item.shape
-            return torch.zeros(shape, dtype=torch.int64)
+            return torch.zeros(item.shape, dtype=torch.int64)
         return item
 
     return tuple(map(stand_in, index)) if isinstance(index, tuple) else stand_in(index)
@@ -66,15 +68,35 @@ def setitem(a, call):
     a.distinguish(part)
     if written is not None:
         a.meet(call, [part, written], None, shape)
-    return a.forget(x)
+    return a.overlaid(x, of_value(value), *where_known(x, index))
+
+
+def of_value(value):
+    """What is written, a number too, as Channels."""
+    if isinstance(value, Channels):
+        return value
+    return Channels((), scalar=value if isinstance(value, (int, float)) else None)
+
+
+def where_known(x, index):
+    """The index with all that is no channel dimension of ``x`` in full (None where it is data), and
+    whether it was: else slices are written in part."""
+    items, whole = [], True
+    for _, dim, item in per_dim(x, index):
+        if is_data(item) or isinstance(item, np.ndarray):
+            return None, False
+        if dim is not None and x.axis(dim) is None:
+            whole = whole and is_full(item)
+            item = 0 if isinstance(item, int) else slice(None)
+        items.append(item)
+    return tuple(items), whole
 
 
 @register("index_add", "index_copy")
 def index_add(a, call):
     """Rows of another tensor are added to, or put in the place of, rows of x."""
     x, dim, source = call.channels(), call.arg(1, "dim"), a.channels(call.arg(3, "source"))
-    reason = f"positions that are data are written in {call.name}"
-    return put_beside(a, call, [x, source], dim, reason)
+    return put_beside(a, call, [x, source], dim)
 
 
 @register("scatter_add", "scatter_reduce", "scatter")
@@ -85,29 +107,17 @@ def scatter(a, call):
     if not isinstance(index, Channels):
         return a.unknown(call)
     parts = [x, index, *([a.channels(source)] if isinstance(source, (Channels, Named)) else [])]
-    reason = f"positions that are data are written in {call.name}"
-    return put_beside(a, call, parts, dim, reason)
+    return put_beside(a, call, parts, dim)
 
 
-def put_beside(a, call, parts, dim, reason):
-    """The first of ``parts``, where the others are written along ``dim``: they stand beside it, and
-    may end before it along other dimensions."""
-    x = parts[0]
-    dim %= len(x.shape)
-    short = {d for t in parts for d, n in enumerate(t.shape) if n != x.shape[d]}
-    apart = a.decide(call, lambda: {dim, *short})
-    parts = [a.freeze_dims(t, apart, reason, call) for t in parts]
-    met = a.meet(call, [Channels(without(t, apart), t.axes) for t in parts])
-    return a.forget(Channels(x.shape, met.axes))
-
-
-def without(x, dims):
-    """Its shape, with one slice along ``dims``."""
-    return tuple(1 if d in dims else n for d, n in enumerate(x.shape))
+def put_beside(a, call, parts, dim):
+    """The first of ``parts``, where the others are written along ``dim``."""
+    met = beside(a, call, parts, dim, f"positions that are data are written in {call.name}")
+    return a.forget(Channels(parts[0].shape, met.axes))
 
 
 @register("copy")
 def copy(a, call):
     """y = what is copied, in the shape of x."""
     x, source = call.channels(), call.channels(1, "src")
-    return a.meet(call, [x, source], lambda t: torch.broadcast_tensors(*t)[1], x.shape)
+    return a.overlaid(a.meet(call, [x, source], None, x.shape), source, (...,), True)

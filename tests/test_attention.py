@@ -181,6 +181,10 @@ def rotate(x, cos, sin, form):
     if form == "slices":
         half = x.shape[-1] // 2
         return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+    if form == "written":
+        y = torch.empty_like(x)
+        y[..., ::2], y[..., 1::2] = -x[..., 1::2], x[..., ::2]
+        return x * cos + y * sin
     pairs = torch.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
     return x * cos + pairs * sin
 
@@ -204,7 +208,7 @@ def test_29_normalised_queries_and_rotary_embeddings(norm, form):
     assert pruned_units(plan, "qkv") == (4, 2, None) and small.heads == 2
 
 
-@pytest.mark.parametrize("form", ["halves", "slices", "interleaved"])
+@pytest.mark.parametrize("form", ["halves", "slices", "interleaved", "written"])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("heads", [2, 4])
 def test_29_slices_of_heads_with_rotary_embeddings(form, fused, heads):

@@ -74,6 +74,16 @@ def recursion(net, m):
     net.run = run
 
 
+def functions_that_call_each_other(net, m):
+    def run(x, left=2):
+        return other(x, left - 1) if left else m.b(m.a(x).sigmoid())
+
+    def other(x, left):
+        return run(x, left - 1)
+
+    net.run = run
+
+
 def partial(net, m):
     def run(m, x):
         return m.b(m.a(x).sigmoid())
@@ -99,8 +109,9 @@ def a_hook_that_calls_another_layer(net, m):
 
 
 KEEPS = [
-    closure, default, keyword_default, layers_in_a_list, closure_of_a_closure, recursion, partial,
-    functions_in_a_dict, a_method_put_on_a_layer, a_hook_that_calls_another_layer,
+    closure, default, keyword_default, layers_in_a_list, closure_of_a_closure, recursion,
+    functions_that_call_each_other, partial, functions_in_a_dict, a_method_put_on_a_layer,
+    a_hook_that_calls_another_layer,
 ]  # fmt: skip
 X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 

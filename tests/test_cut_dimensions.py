@@ -198,3 +198,15 @@ def test_heads_of_their_own_weights_are_flattened(attention, left):
     net = Net(forward, out=nn.Linear(12, 2), **weights)
     _, small = check(net, torch.randn(2, 5, 6, dtype=torch.float64), attention=attention)
     assert (small.v.shape[0], small.v.shape[2]) == left
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_of_two_dimensions_that_are_one_behind_a_view_that_shrinks_which_a_layer_makes(bias):
+    def forward(s, x):
+        y = torch.zeros(len(x), 4, 8, dtype=x.dtype) + torch.sigmoid(s.a(x)).mean(2)[:, None]
+        return s.o(y.flatten(1))
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 6, dtype=torch.float64)
+    _, small = check(Net(forward, a=nn.Conv1d(3, 8, 1, bias=bias), o=nn.Linear(32, 5)), x)
+    assert small.a.out_channels == 4

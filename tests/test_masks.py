@@ -292,6 +292,8 @@ def test_masks_go_on_top_of_another_parametrization():
     (lambda m: masks.nearly_diagonal(m, "weight", 2), "nearliness=2"),
     (lambda m: masks.remove(m, "weight"), "no mask that could be removed"),
     (lambda m: masks.global_unstructured([], 0.5), "no parameters"),
+    (lambda m: masks.global_unstructured([(m, "weight")], 0.5, lambda s, k, a: s), "bool tensor"),
+    (lambda m: masks.ln_structured(m, "weight", 0.5, "nuc", 0), "norm of matrices"),
     (lambda m: masks.global_unstructured([(m, "weight")], 0.5, "l7"), "method='l7'"),
 ])  # fmt: skip
 def test_what_is_wrong_is_said_and_leaves_the_module_as_it_was(call, words):

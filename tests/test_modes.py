@@ -98,9 +98,19 @@ def a_flag_by_name(s, x):
     return s.b(parts(s.a(x).sigmoid() * 2 if flag else s.a(x).sigmoid()))
 
 
+def a_list_around_the_output(s, x):
+    h = s.b(parts(s.a(x).sigmoid()))
+    return h if s.training else [h, h]
+
+
+def another_order(s, x):
+    h, g = s.a(x).sigmoid(), s.a(x)
+    return s.b(parts(torch.cat([h, g] if s.training else [g, h])))
+
+
 @pytest.mark.parametrize("forward", [
-    a_branch_beside_a_flag, a_second_output, an_output_that_is_there_anyway, a_branch_in_a_method,
-    a_flag_by_name,
+    a_list_around_the_output, another_order, a_branch_beside_a_flag, a_second_output,
+    an_output_that_is_there_anyway, a_branch_in_a_method, a_flag_by_name,
 ], ids=lambda f: f.__name__)  # fmt: skip
 def test_code_that_does_something_else_in_training_is_not_written_anew(forward):
     plan, masked, small = both(forward)
@@ -510,3 +520,28 @@ def test_a_dataclass_is_returned_by_new_code():
     model = net(lambda s, x: Result(s.b(parts(s.a(x)))))
     small = fxprune.prune(model, x())
     assert small.a.out_features == 4 and type(small(x(3))) is Result
+
+
+def test_what_fx_cannot_write_is_left_as_it_is():
+    def forward(s, x, *, scale=1.0, flag=None):
+        return s.b(parts(s.a(x).sigmoid() * scale))
+
+    def by_keyword(s, x, scale=1.0, *, flag):
+        return s.b(parts(s.a(x).sigmoid() * scale))
+
+    assert both(forward)[0].code
+    model = net(by_keyword)
+    plan = fxprune.plan(model, {"x": x(), "flag": None})
+    assert not plan.code and "takes flag by keyword only" in reason(plan)
+
+
+def test_new_code_asks_again_how_many_bits_a_batch_has():
+    def forward(s, x):
+        h = s.a(x).sigmoid()
+        h = h * x.shape[0].bit_length()
+        return s.b(parts(h))
+
+    plan, masked, small = both(forward)
+    assert plan.code and difference(masked, small, n=6) <= 1e-9
+    with pytest.raises(fxprune.PruningError, match="bit_length"):
+        small(x(9))

@@ -59,7 +59,7 @@ def from_the_start(plan) -> Replay:
     known = plan._replay
     replay = Replay(
         plan._trace, plan._relations, ~plan._removed | plan._carriers, known.attributes,
-        known._orders, known._straighten, attention=known.attention,
+        known._orders, known._straighten,
     )  # fmt: skip
     replay.run()
     return replay

@@ -198,6 +198,16 @@ class Attends(Base):
         return self.head(h.transpose(1, 2).reshape(-1, 144))
 
 
+class AttendsWithAComment(Attends):
+    def forward(self, x):
+        h = F.adaptive_avg_pool2d(torch.tanh(self.a(x)), 3).flatten(2).transpose(1, 2)
+        h = F.scaled_dot_product_attention(
+            h, h, h,
+            dropout_p=0.0,  # none, in any mode
+        )  # fmt: skip
+        return self.head(h.transpose(1, 2).reshape(-1, 144))
+
+
 class Twice(Base):
     def forward(self, x):
         for step in range(2):
@@ -205,7 +215,8 @@ class Twice(Base):
         return self.head(h)
 
 
-@pytest.mark.parametrize("kind", [Positions, Slices, Parts, Lines, Scale, Attends, Twice])
+@pytest.mark.parametrize("kind", [
+    Positions, Slices, Parts, Lines, Scale, Attends, AttendsWithAComment, Twice])  # fmt: skip
 def test_sizes_are_found_however_they_are_written(kind):
     _, masked, small = pruned(kind())
     assert small.a.out_channels == 8

@@ -234,3 +234,39 @@ def test_positions_past_a_written_end_are_read_by_nobody():
     net = Net(lambda s, x: s.head(s.a(x)[:, :4].sigmoid()), a=nn.Linear(8, 16),
               head=nn.Linear(4, 3))  # fmt: skip
     check(net, torch.ones(2, 8, dtype=torch.float64))
+
+
+def test_rows_that_are_picked_in_some_channels_only_leave_them_all():
+    net = Net(lambda s, x: s.b(F.softplus(s.a(x)).gather(1, rows_of(4, 6))), a=nn.Linear(5, 8),
+              b=nn.Linear(4, 4))  # fmt: skip
+    plan, _ = check(net, drawn(2, 6, 5), shrinks=False)
+    assert "positions that are data are read from it in gather" in dict(plan.skipped)["a"]
+
+
+def test_weights_of_rows_and_masks_of_attention_stay_whole():
+    def forward(s, x, index):
+        weights = torch.sigmoid(s.a(x))
+        rows = s.bag(index, per_sample_weights=weights)
+        y = torch.sigmoid(s.b(x))[None]
+        mask = s.mask(x).permute(1, 0)[:, :, None] * torch.ones(1, 1, len(x), dtype=x.dtype)
+        y = s.attend(y, y, y, attn_mask=mask, need_weights=False)[0][0]
+        return s.o(torch.cat([rows, y], 1))
+
+    torch.manual_seed(0)
+    net = Net(forward, a=nn.Linear(6, 5), b=nn.Linear(6, 8), mask=nn.Linear(6, 4),
+              bag=nn.EmbeddingBag(20, 8, mode="sum"),
+              attend=nn.MultiheadAttention(8, 4, batch_first=True), o=nn.Linear(16, 3))  # fmt: skip
+    index = torch.arange(15).reshape(3, 5)
+    plan, small = check(net, (drawn(3, 6), index))
+    assert small.a.out_features == 5 and small.mask.out_features == 4
+    assert "a mask" in dict(plan.skipped)["mask"]
+
+
+def test_noise_of_the_shape_of_one_number_is_not_the_number():
+    def forward(s, x):
+        y = torch.relu(s.a(x)) + 0 * torch.randn_like(s.one) + s.one.clone().zero_()
+        return s.b(y)
+
+    net = Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 4), 
+              one=nn.Parameter(torch.full((1,), 3.0)))  # fmt: skip
+    check(net, drawn(5, 6))

@@ -65,12 +65,12 @@ def test_what_rounding_bins_and_least_widths_forbid_goes_elsewhere(s, round_to):
     rng = np.random.default_rng(0)
     rows = np.arange(1, 41).reshape(8, 5)  # the groups of a convolution
     groups = [
-        contender(rng.random(32), least=30),
-        contender(rng.random(40), [rows]),
-        contender(2 * rng.random(64)),
-        contender(rng.random(96) + 1),
+        contender(rng.random(32), least=30, step=round_to),
+        contender(rng.random(40), [rows], step=round_to),
+        contender(2 * rng.random(64), step=round_to),
+        contender(rng.random(96) + 1, step=round_to),
     ]
-    found = fractions(groups, s, scope="global", round_to=round_to)
+    found = fractions(groups, s, scope="global")
     kept = [g.choice.keep(f, round_to) for f, g in zip(found, groups, strict=True)]
     assert all(k.sum() >= g.least for k, g in zip(kept, groups, strict=True))
     assert all(k.sum() % round_to == 0 or k.all() for k in kept)

@@ -351,3 +351,13 @@ def test_a_graph_cannot_take_objects():
     model = Net(forward, a=nn.Linear(6, 6)).eval()
     with pytest.raises(fxprune.ModelError, match="takes a SimpleNamespace with tensors in it"):
         fxprune.trace(model, types.SimpleNamespace(x=torch.randn(2, 6)))
+
+
+GLOBAL = torch.tensor(3.0, dtype=torch.float64)
+
+
+def test_a_constant_does_not_take_the_name_of_a_buffer():
+    net = Net(lambda s, x: x * s._tensor_constant0 + GLOBAL)
+    net.register_buffer("_tensor_constant0", torch.tensor(2.0, dtype=torch.float64))
+    x = torch.ones(2, dtype=torch.float64)
+    assert fxprune.trace(net, x)(x).tolist() == [5.0, 5.0]

@@ -317,13 +317,16 @@ def test_generators_and_tensors_in_containers_that_modules_have_are_set_back():
         s.seen[0].add_(1)
         s.table["last"].copy_(x[0])
         noise = torch.rand(6, generator=s.generator) * s.rng.random() * s.numpys.random()
+        noise = noise * s.older.rand()
         return s.a(x + 0 * noise)
 
     model = Net(forward, a=nn.Linear(6, 3), seen=[torch.zeros(2)], table={"last": torch.zeros(6)},
                 generator=torch.Generator().manual_seed(0), rng=random.Random(0),
-                numpys=np.random.default_rng(0)).eval()  # fmt: skip
+                numpys=np.random.default_rng(0), older=np.random.RandomState(0),
+                nowhere=torch.empty(3, device="meta")).eval()  # fmt: skip
     before = [model.generator.get_state(), model.rng.getstate(), model.numpys.bit_generator.state]
     fxprune.trace(model, torch.ones(2, 6))
     assert not model.seen[0].any() and not model.table["last"].any()
     assert torch.equal(before[0], model.generator.get_state())
     assert before[1:] == [model.rng.getstate(), model.numpys.bit_generator.state]
+    assert model.older.rand() == np.random.RandomState(0).rand()

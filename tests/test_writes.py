@@ -94,3 +94,41 @@ def test_all_oracles_agree_about_writes(name):
 def test_writes_to_every_channel_leave_half_of_them():
     for name in ("all", "all, as a view", "all, into out", "set by value", "set row"):
         assert fxprune.prune(network(WRITES[name]), X).a.out_features == 4, name
+
+
+def write_elsewhere(s, y, x):
+    y[:, 2:6] = torch.tanh(s.c(x))
+
+
+def write_some_rows(s, y, x):
+    y[:2, 2:6] = 0.25
+
+
+def write_a_number(s, y, x):
+    y[..., ::2] = 3.0
+
+
+def copy_another(s, y, x):
+    y.copy_(torch.tanh(s.d(x)))
+
+
+@pytest.mark.parametrize("write", [write_elsewhere, write_some_rows, write_a_number, copy_another],
+    ids=lambda f: f.__name__)  # fmt: skip
+@pytest.mark.parametrize("low", [(2, 3, 4, 5), (0, 2, 4, 6), (0, 1, 6, 7)], ids=str)
+def test_what_removed_channels_say_goes_on_behind_a_write(write, low):
+    def forward(s, x):
+        y = torch.sigmoid(s.a(x))
+        write(s, y, x)
+        return s.b(y)
+
+    torch.manual_seed(0)
+    layers = {"c": nn.Linear(6, 4), "d": nn.Linear(6, 8)}
+    model = awake(Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 4), **layers))
+    plan = fxprune.plan(model, X, importance=importance(low))
+    masked, small = plan.mask(model), plan.apply(model)
+    assert small.a.out_features < 8
+    for x in (X, 2 * X - 1):
+        assert difference(run(masked, x), run(small, x)) < 1e-9
+    told = write is not write_some_rows or low != (2, 3, 4, 5)
+    assert torch.equal(small.b.bias, model.b.bias) != told
+    check(model, X, shrinks=False)

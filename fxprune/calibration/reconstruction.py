@@ -41,13 +41,11 @@ class Reconstruction:
         batches: of inputs, already as the model takes them.
     """
 
-    def __init__(
-        self, trace: Trace, relations: Relations, batches: Iterable[Any], *, attention: str
-    ) -> None:
+    def __init__(self, trace: Trace, relations: Relations, batches: Iterable[Any]) -> None:
         self.relations = relations
         self._scores: dict[bytes, np.ndarray | None] = {}
         with torch.no_grad():
-            constants = all_reads(trace, relations, attention=attention)
+            constants = all_reads(trace, relations)
             self.readers, _ = find_readers(trace, constants)
             self.problems = self._collect(trace, constants, batches)
 

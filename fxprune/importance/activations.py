@@ -225,7 +225,7 @@ def _put(values: dict, sizes: dict, axis: SourceAxis, value: np.ndarray, size: n
 def _readers(context: Context) -> list[Reader]:
     """Every read of the units in question whose place in the run is known."""
     relations = context.relations
-    constants = all_reads(context.trace, relations, attention=context.attention)
+    constants = all_reads(context.trace, relations)
     wanted = {axis.first for axis in context.axes}
     found = [reader_of(constants, read) for read in constants.reads if read.axis.first in wanted]
     return [replace(reader, order=None) for reader in found if reader is not None]

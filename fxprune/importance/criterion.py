@@ -30,7 +30,6 @@ class Context:
     relations: Relations
     axes: Sequence[SourceAxis]
     example_input: Any
-    attention: str = "heads"
 
     def classes(self, axis: SourceAxis) -> np.ndarray:
         """The unit class of each slice of an axis: (n,); 0 stays."""

@@ -104,7 +104,7 @@ class Chosen:
     def flags(self, relations: Relations) -> dict[str, np.ndarray]:
         """For each unit class, whether it is removed, silent, a carrier."""
         size = int(relations.classes.max()) + 1 if len(relations.classes) else 1
-        known = {(a.name, a.view, a.dims): a for a in relations.sources}
+        known = {a.key: a for a in relations.sources}
         result = {key: np.zeros(size, dtype=bool) for key in FLAGS}
         for name, _, view, dims, sets in self.axes:
             axis = known.get((name, view, dims))
