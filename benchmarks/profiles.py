@@ -23,29 +23,29 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import fxprune.patterns
 import harness
 import torch
 from harness import arguments, described, each, grid, machine, save, seconds, show, terminal
 from zoo import FAMILIES
 
 import fxprune
-from fxprune.running import outputs
+import fxprune.patterns
+from fxprune.modules.running import outputs
 
 # What the functions of the engine do that have no other of these above them.
 STAGES = {
-    "tracing.record": "record the run", "fusions.find": "fusions",
+    "record.record": "record the run", "fusions.find": "fusions",
     "discover.discover": "walk 1: labels, constants", "groups.groups": "groups",
     "planner._ask": "scores",
     "planner._stays": "choice", "planner._follow_constants": "folds",
-    "mending._replay": "walk 2: new widths", "assembling.assemble": "plan",
+    "mend._replay": "walk 2: new widths", "assembling.assemble": "plan",
     "rewrite.build": "new tensors", "copying.copy_model": "copy of the model",
 }  # fmt: skip
 OWN = (str(Path(fxprune.__file__).parent), str(Path(next(iter(fxprune.patterns.__path__)))))
 MODEL = "the model's own run"
 RUNS = ("recorder.__torch_function__",)  # which call what the model calls
 # Which go on to the model's code.
-TELLS = ("told.__call__", "recorder.module", "recorder._record", "tracing._recorded")
+TELLS = ("intercepting.__call__", "recorder.module", "recorder._record", "record._recorded")
 
 
 class Samples:

@@ -25,8 +25,8 @@ from typing import Any
 from torch import nn
 
 import fxprune
-from fxprune import tree
-from fxprune.running import bind_inputs, outputs, wanted
+from fxprune.modules import tree
+from fxprune.modules.running import bind_inputs, outputs, wanted
 
 
 class NotInstalled(Exception):

@@ -35,9 +35,9 @@ from harness import save as save_numbers
 from zoo import FAMILIES
 
 import fxprune
-from fxprune import tree
-from fxprune.running import bind_inputs
-from fxprune.saving.history import steps
+from fxprune.modules import tree
+from fxprune.modules.running import bind_inputs
+from fxprune.records.history import steps
 
 CHOSEN = {
     "torchvision": ("resnet18", "mobilenet_v3_small", "shufflenet_v2_x1_0", "densenet121",

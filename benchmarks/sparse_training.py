@@ -36,7 +36,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxprune
-from fxprune.proof import largest_error
+from fxprune.proving.proof import largest_error
 from fxprune.schedules import PlanScheduler, cubic
 
 SPARSITIES = (0.25, 0.5, 0.75)

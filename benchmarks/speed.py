@@ -64,8 +64,8 @@ from torch import Tensor, nn
 from zoo import FAMILIES
 
 import fxprune
-from fxprune.proof import prove
-from fxprune.running import outputs
+from fxprune.modules.running import outputs
+from fxprune.proving.proof import prove
 
 MODELS = (
     "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet",

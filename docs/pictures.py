@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fxprune
-from fxprune.proof import prove
+from fxprune.proving.proof import prove
 
 HUES = ["#56b4e9", "#f0a830", "#2fb58a", "#d98cb8"]  # one a channel
 STYLE = """

@@ -9,10 +9,10 @@ import fxprune.patterns as patterns
 from . import importance, masks
 from .api import prune
 from .benchmarking import BenchmarkResult, benchmark
-from .budgets.target import Reached, Target
-from .budgets.timing import LatencyTable
 from .calibration.batchnorm import recalibrate_batchnorm
-from .compacting import compact
+from .checking.pattern_check import check_pattern
+from .choosing.target import Reached, Target
+from .choosing.timing import LatencyTable
 from .errors import (
     FileError,
     InputError,
@@ -24,15 +24,15 @@ from .errors import (
     PruningWarning,
     SettingError,
 )
-from .pattern_check import check_pattern
-from .pattern_types import Pattern, pattern
-from .planning import plan
-from .pruner import Pruner
-from .pruning_plan import ChannelGroup, PruningPlan
-from .registry import register, unregister
+from .planning.make import plan
+from .planning.pruning_plan import ChannelGroup, PruningPlan
+from .rules.pattern_types import Pattern, pattern
+from .rules.registry import register, unregister
 from .saving.loader import load
 from .saving.saver import save
-from .tracing import trace
+from .tracing.record import trace
+from .training.compacting import compact
+from .training.pruner import Pruner
 
 __version__ = "0.1.0"
 __all__ = [

@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 from torch import nn
 
-from .budgets.target import Target
+from .choosing.target import Target
 from .errors import SettingError
-from .pattern_types import Pattern
-from .planning import plan
-from .proof import prove
-from .rewrite import apply_with_journal
-from .running import on_cpu, uncollected
-from .tracing import trace
+from .modules.running import on_cpu, uncollected
+from .planning.make import plan
+from .proving.proof import prove
+from .rewriting.rewrite import apply_with_journal
+from .rules.pattern_types import Pattern
+from .tracing.record import trace
 
 
 @on_cpu()

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import tree
-from .copying import copy_model
 from .errors import InputError, ModelError, SettingError
-from .inspecting import count_parameters, device_of
-from .running import bind_inputs, evaluating
+from .modules import tree
+from .modules.copying import copy_model
+from .modules.inspecting import count_parameters, device_of
+from .modules.running import bind_inputs, evaluating
 
 MODES = ("eager", "compile", "cuda_graph")
 _BLOCK = 0.01  # seconds that one timed block of runs takes at least

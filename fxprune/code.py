@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from .errors import PruningError
-from .frames import REWRITTEN
+from .modules.frames import REWRITTEN
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import mask_methods as methods
 from .errors import SettingError
-from .inspecting import dotted
-from .leftovers import from_torch_prune, to_torch_prune
-from .mask import is_masked, mask_of, masked_names, parametrizations, put_on, take_off
-from .running import describe
+from .masking import methods
+from .masking.leftovers import from_torch_prune, to_torch_prune
+from .modules.inspecting import dotted
+from .modules.running import describe
+from .parametrized.mask import is_masked, mask_of, masked_names, parametrizations, put_on, take_off
 
 __all__ = [
     "apply",
@@ -247,7 +247,7 @@ def to_semi_structured(model: nn.Module) -> list[str]:
 def apply(
     module: nn.Module, name: str, method: methods.Method, importance_scores: Tensor | None = None
 ) -> nn.Module:
-    """Mask what ``method(scores, keep) -> keep`` says (:mod:`fxprune.mask_methods`, or your own).
+    """Mask what ``method(scores, keep) -> keep`` says (:mod:`.masking.methods`, or your own).
 
     Everything is worked out before the module is touched.
     """

@@ -12,18 +12,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from . import mask_methods as methods
-from .check import check_model
 from .errors import SettingError
-from .fold import Folds
 from .importance import Slices, changed, resolve
-from .inspecting import dotted
-from .leftovers import made_plain, pruned_names, sparsified_names
-from .mask import mask_of, masked_names
-from .masking import keep_masks, put_masks
+from .masking import methods
+from .masking.leftovers import made_plain, pruned_names, sparsified_names
+from .masking.plan_masks import keep_masks, put_masks
 from .masks import apply, global_unstructured, identity
-from .planning import plan
-from .pruning_plan import PruningPlan
+from .modules.inspecting import dotted
+from .modules.usable import check_model
+from .parametrized.mask import mask_of, masked_names
+from .planning.make import plan
+from .planning.pruning_plan import PruningPlan
+from .relating.fold import Folds
 
 Schedule = Callable[[int], float]
 
@@ -122,7 +122,7 @@ class MaskScheduler:
     Args:
         parameters: ``(module, name)`` of each tensor to mask.
         schedule: step -> sparsity: :func:`one_shot`, :func:`linear`, :func:`cubic` or any function.
-        method: ``f(scores, keep, amount) -> keep`` of :mod:`fxprune.mask_methods`; by default the
+        method: ``f(scores, keep, amount) -> keep`` of :mod:`.masking.methods`; by default the
             entries of smallest absolute value go.
         together: rank the entries of all tensors together, not each tensor by itself.
     """

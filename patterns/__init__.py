@@ -15,8 +15,8 @@ from typing import Any
 
 class _Patterns(types.ModuleType):
     def __call__(self, *patterns: Any, override: bool = False) -> AbstractContextManager[None]:
-        """See :func:`fxprune.registry.scope`."""
-        from fxprune.registry import scope
+        """See :func:`fxprune.rules.registry.scope`."""
+        from fxprune.rules.registry import scope
 
         return scope(*patterns, override=override)
 

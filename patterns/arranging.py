@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from fxprune.patterns.shape import hold_literals, sizes_of, with_sizes
 from torch import fx, nn
 from torch.nn import functional as F
 
-from fxprune.channels import Channels, remap
-from fxprune.layout import with_rank
-from fxprune.recording import is_size
-from fxprune.registry import register
+from fxprune.patterns.shape import hold_literals, sizes_of, with_sizes
+from fxprune.rules.channels import Channels, remap
+from fxprune.rules.registry import register
+from fxprune.rules.shapes import with_rank
+from fxprune.tracing.trace import is_size
 
 
 def new_expand(call, new):

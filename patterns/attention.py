@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from fxprune.patterns.matmul import product
-
-from fxprune.channels import remap
-from fxprune.registry import register
+from fxprune.rules.channels import remap
+from fxprune.rules.registry import register
 
 
 def same_scale(call, new):

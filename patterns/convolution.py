@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from fxprune.patterns.linear import add_bias
 from torch import nn
 
-from fxprune.call import Named
-from fxprune.channels import Channels, remap
-from fxprune.registry import register
+from fxprune.patterns.linear import add_bias
+from fxprune.rules.call import Named
+from fxprune.rules.channels import Channels, remap
+from fxprune.rules.registry import register
 
 
 def convolve(a, call, x, weight, bias, groups, *, transposed, border, moves=True):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fxprune.patterns.linear import along
 from torch import nn
 
-from fxprune.channels import remap
-from fxprune.registry import register
+from fxprune.patterns.linear import along
+from fxprune.rules.channels import remap
+from fxprune.rules.registry import register
 
 
 def layer(a, call, x, normalised, weight, bias):

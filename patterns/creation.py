@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fxprune.patterns.shape import with_sizes
-
-from fxprune.registry import register
+from fxprune.rules.registry import register
 
 
 @register("zeros_like", "ones_like", "full_like", "zero", "fill", "empty_like", "rand_like",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from fxprune.channels import remap
-from fxprune.registry import register
+from fxprune.rules.channels import remap
+from fxprune.rules.registry import register
 
 ACTIVATIONS = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,

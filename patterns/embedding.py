@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from fxprune.channels import Channels, remap
-from fxprune.registry import register
+from fxprune.rules.channels import Channels, remap
+from fxprune.rules.registry import register
 
 
 def look_up(a, call, index, weight):

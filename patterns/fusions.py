@@ -1,6 +1,6 @@
 """Runs of layers with a name of their own: the paths along which constants are folded."""
 
-from fxprune.registry import register
+from fxprune.rules.registry import register
 
 register(
     "conv-conv", "conv-act-conv", "conv-pool-act-conv", "conv-act-pool-conv", "conv-pool-conv",

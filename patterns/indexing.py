@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import fx
 
-from fxprune.call import Named
-from fxprune.channels import Channels, remap
-from fxprune.registry import register
+from fxprune.rules.call import Named
+from fxprune.rules.channels import Channels, remap
+from fxprune.rules.registry import register
 
 
 def per_dim(x, index):

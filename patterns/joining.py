@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fxprune.channels import Axis, Channels, followed, remap
-from fxprune.layout import broadcast_shape
-from fxprune.registry import register
+from fxprune.rules.channels import Axis, Channels, followed, remap
+from fxprune.rules.registry import register
+from fxprune.rules.shapes import broadcast_shape
 
 
 @register("cat", "concat", "concatenate", kind="cat")

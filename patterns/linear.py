@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from fxprune.call import Named
-from fxprune.channels import remap
-from fxprune.registry import register
+from fxprune.rules.call import Named
+from fxprune.rules.channels import remap
+from fxprune.rules.registry import register
 
 
 def dense(a, call, x, weight, bias):

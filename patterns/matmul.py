@@ -5,10 +5,9 @@ from __future__ import annotations
 from string import ascii_letters
 
 from fxprune.patterns.linear import turned, weights_of_terms
-
-from fxprune.channels import remap
-from fxprune.layout import broadcast_shape, with_rank
-from fxprune.registry import register
+from fxprune.rules.channels import remap
+from fxprune.rules.registry import register
+from fxprune.rules.shapes import broadcast_shape, with_rank
 
 
 @register("matmul", "bmm", "mm", "mv", "dot", "rmatmul")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
+
 from fxprune.patterns.attention import mix
 from fxprune.patterns.linear import dense
 from fxprune.patterns.multihead_forward import narrow_attention
-from torch import nn
-
-from fxprune.channels import Channels, remap
-from fxprune.registry import register
+from fxprune.rules.channels import Channels, remap
+from fxprune.rules.registry import register
 
 
 def widths(m, new):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from fxprune.patterns.linear import along
 from torch import nn
 
-from fxprune.registry import register
+from fxprune.patterns.linear import along
+from fxprune.rules.registry import register
 
 
 def per_channel(a, call, x, names, function, dim=1):

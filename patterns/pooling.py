@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch.nn import functional as F
 
-from fxprune.channels import Channels
-from fxprune.registry import register
+from fxprune.rules.channels import Channels
+from fxprune.rules.registry import register
 
 MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d,
        nn.AdaptiveMaxPool3d, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)  # fmt: skip

@@ -5,12 +5,12 @@ A masked unit has zero weights and zero biases, and emits zero from a zero state
 
 from __future__ import annotations
 
-from fxprune.patterns.joining import end_to_end, stack_parts
-from fxprune.patterns.unrolling import reads
 from torch import nn
 
-from fxprune.channels import Channels, remap
-from fxprune.registry import register
+from fxprune.patterns.joining import end_to_end, stack_parts
+from fxprune.patterns.unrolling import reads
+from fxprune.rules.channels import Channels, remap
+from fxprune.rules.registry import register
 
 GATES = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1, nn.LSTMCell: 4, nn.GRUCell: 3, nn.RNNCell: 1}
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fxprune.call import Named
-from fxprune.channels import Channels
-from fxprune.registry import register
+from fxprune.rules.call import Named
+from fxprune.rules.channels import Channels
+from fxprune.rules.registry import register
 
 
 def over(call, position, x):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fxprune.patterns.convolution import convolve, new_groups
 from fxprune.patterns.pooling import windows
-
-from fxprune.registry import register
+from fxprune.rules.registry import register
 
 
 @register("torchvision::roi_align", "torchvision::roi_pool", kind="pool")

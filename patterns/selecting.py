@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from fxprune.patterns.indexing import anywhere, as_far_as, look_up
-
-from fxprune.call import Named
-from fxprune.channels import Channels
-from fxprune.registry import register
+from fxprune.rules.call import Named
+from fxprune.rules.channels import Channels
+from fxprune.rules.registry import register
 
 
 def new_select(call, new):

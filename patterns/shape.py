@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Size, nn
 
-from fxprune.channels import Channels, remap
-from fxprune.registry import register
+from fxprune.rules.channels import Channels, remap
+from fxprune.rules.registry import register
 
 
 def sizes_of(call, position=1, name="shape"):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fxprune.channels import Channels
-from fxprune.registry import register
+from fxprune.rules.channels import Channels
+from fxprune.rules.registry import register
 
 ONE = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
 SEVERAL = {"2": (-2, -1), "n": None}  # dimensions that are gone over where none are given

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from fxprune.call import Named
-from fxprune.channels import Channels
-from fxprune.registry import register
+from fxprune.rules.call import Named
+from fxprune.rules.channels import Channels
+from fxprune.rules.registry import register
 
 
 def new_chunk(call, new):

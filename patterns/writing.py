@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from fxprune.patterns.indexing import (
     as_tuple,
     is_data,
@@ -16,11 +17,10 @@ from fxprune.patterns.indexing import (
     where_masked,
 )
 from fxprune.patterns.selecting import beside
-
-from fxprune.call import Named
-from fxprune.channels import Channels, remap
-from fxprune.recording import set_item
-from fxprune.registry import register
+from fxprune.rules.call import Named
+from fxprune.rules.channels import Channels, remap
+from fxprune.rules.registry import register
+from fxprune.tracing.trace import set_item
 
 
 def set_masked(a, call, x, rank, written):

@@ -7,8 +7,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import fxprune
-from fxprune import mending
-from fxprune.source_edits import CannotPatch
+from fxprune.mending import mend as mending
+from fxprune.mending.source_edits import CannotPatch
 
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 settings.register_profile("ci", max_examples=500, derandomize=True, **_COMMON)

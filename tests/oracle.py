@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.utils.weight_norm import WeightNorm
 
 import fxprune
-from fxprune import groups
-from fxprune.mask import own_class
-from fxprune.proof import prove
+from fxprune.parametrized.mask import own_class
+from fxprune.proving.proof import prove
+from fxprune.relating import groups
 
 TOLERANCE = 1e-9
 

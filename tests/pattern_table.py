@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from fxprune import fusions, registry, walk
-from fxprune.targets import label
+from fxprune.relating import walk
+from fxprune.rules import registry
+from fxprune.rules.targets import label
+from fxprune.tracing import fusions
 
 Found = dict[str, dict[str, set[str]]]  # row -> what was called -> tests
 

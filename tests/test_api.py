@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 import fxprune
-from fxprune.settings import Settings
+from fxprune.choosing.settings import Settings
 
 from . import public_api
 

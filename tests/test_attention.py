@@ -555,7 +555,7 @@ def test_30_a_narrow_attention_is_saved_copied_trained_and_pruned_again():
     again = fxprune.plan(small, x)
     smaller = again.apply(small)
     assert smaller.encoder.layers[0].self_attn.num_heads == 1
-    assert fxprune.proof.prove(again, small, smaller, x) < 1e-9
+    assert fxprune.proving.proof.prove(again, small, smaller, x) < 1e-9
 
 
 @pytest.mark.parametrize(

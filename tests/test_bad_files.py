@@ -19,7 +19,8 @@ from torch import nn
 
 import fxprune
 from fxprune import masks
-from fxprune.saving import container, loader
+from fxprune.records import container
+from fxprune.saving import loader
 
 from .snapshot import Snapshot
 from .test_rewritten import ViewLiteral, images

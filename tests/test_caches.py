@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxprune
-from fxprune import caches
+from fxprune.tracing import caches
 
 from .oracle import check
 from .test_trace import Net

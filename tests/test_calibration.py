@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxprune
-from fxprune.calibration.batches import as_input
-from fxprune.calibration.readers import Run
 from fxprune.calibration.regression import Sums
 from fxprune.errors import SettingError
-from fxprune.proof import prove
+from fxprune.modules.batches import as_input
+from fxprune.proving.proof import prove
+from fxprune.relating.readers import Run
 
 from .test_trace import Net
 

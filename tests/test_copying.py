@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxprune
-from fxprune.copying import copy_model
+from fxprune.modules.copying import copy_model
 
 from .oracle import awake, check
 from .snapshot import Snapshot

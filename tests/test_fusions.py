@@ -83,7 +83,7 @@ def made_of(run):
     return nn.Sequential(*layers)
 
 
-RUNS = [r for r in fxprune.registry.runs() if r[0] in ("conv", "linear")]
+RUNS = [r for r in fxprune.rules.registry.runs() if r[0] in ("conv", "linear")]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(run))

@@ -15,8 +15,9 @@ import torchvision
 from torch import nn
 
 import fxprune
-from fxprune import benchmarking, drawing, html
-from fxprune.describing import describe, histogram
+from fxprune import benchmarking, html
+from fxprune.reporting import drawing
+from fxprune.reporting.describing import describe, histogram
 
 X = torch.randn(1, 3, 16, 16)
 EVIL = "<script>alert(1)</script>"

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fxprune
-from fxprune.proof import largest_error, prove
-from fxprune.running import outputs
+from fxprune.modules.running import outputs
+from fxprune.proving.proof import largest_error, prove
 
 from .oracle import awake, permutation_moves_nothing
 

@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 import fxprune
 from fxprune import masks
 from fxprune.errors import SettingError
-from fxprune.proof import prove
+from fxprune.proving.proof import prove
 from fxprune.schedules import MaskScheduler, PlanScheduler, linear, one_shot
 
 from .test_trace import Net

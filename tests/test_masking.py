@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 import fxprune
-from fxprune.mask import Mask
+from fxprune.parametrized.mask import Mask
 
 from .oracle import awake, difference, run
 from .snapshot import Snapshot

@@ -14,7 +14,7 @@ from torch.nn.utils import prune as theirs
 
 from fxprune import masks
 from fxprune.errors import SettingError
-from fxprune.mask import mask_of
+from fxprune.parametrized.mask import mask_of
 
 SHAPES = st.sampled_from([(8,), (6, 4), (4, 3, 3, 3), (5, 1, 2), (1, 7)])
 AMOUNTS = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0]), st.integers(0, 4))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
 import fxprune
-from fxprune.proof import largest_error
+from fxprune.proving.proof import largest_error
 
 from .oracle import check
 from .test_constructs import Net, image

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxprune
-from fxprune.channels import Channels
-from fxprune.inspecting import modules_of, named_tensors
-from fxprune.replay import Replay
+from fxprune.modules.inspecting import modules_of, named_tensors
+from fxprune.replaying.replay import Replay
+from fxprune.rules.channels import Channels
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fxprune
-from fxprune.describing import describe
+from fxprune.reporting.describing import describe
 from fxprune.saving import plan_file
 
 from .oracle import awake, difference, run, state

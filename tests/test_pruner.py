@@ -12,9 +12,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fxprune
-from fxprune import ModelError, PlanError, PruningWarning, SettingError, optimizer_state, pruner
-from fxprune import rewrite as rewriting
+from fxprune import ModelError, PlanError, PruningWarning, SettingError
+from fxprune.rewriting import optimizer_state
+from fxprune.rewriting import rewrite as rewriting
 from fxprune.schedules import linear
+from fxprune.training import pruner
 
 from .oracle import awake, difference, run
 from .snapshot import Snapshot

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fxprune
-from fxprune.registry import for_function
+from fxprune.rules.registry import for_function
 
 from .oracle import check
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import fxprune
-from fxprune import registry
 from fxprune.__main__ import main
-from fxprune.pattern_types import Pattern
+from fxprune.rules import registry
+from fxprune.rules.pattern_types import Pattern
 
 from .test_user_patterns import GATED, Gated, gated_net, image
 

@@ -8,7 +8,7 @@ import torchvision
 from torch import nn
 
 import fxprune
-from fxprune.budgets.rounding import preferred
+from fxprune.choosing.rounding import preferred
 
 X = torch.randn(1, 3, 8, 8)
 

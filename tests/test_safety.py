@@ -12,7 +12,10 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils import prune as torch_prune
 
 import fxprune
-from fxprune import api, masking, registry, rewrite
+from fxprune import api
+from fxprune.masking import plan_masks as masking
+from fxprune.rewriting import rewrite
+from fxprune.rules import registry
 
 from .oracle import awake, difference, run
 from .snapshot import Snapshot

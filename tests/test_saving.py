@@ -21,8 +21,8 @@ from torch.nn.utils import parametrizations
 
 import fxprune
 from fxprune import masks
-from fxprune.mask import mask_of
-from fxprune.saving.history import STEPS, steps
+from fxprune.parametrized.mask import mask_of
+from fxprune.records.history import STEPS, steps
 
 from .networks import networks, settings_of_a_plan
 from .oracle import awake, run

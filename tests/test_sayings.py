@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxprune
-from fxprune.cutting import values_of
-from fxprune.discover import discover
-from fxprune.fold import Folds
-from fxprune.sayings import Telling
-from fxprune.tracing import record
+from fxprune.checking.cutting import values_of
+from fxprune.relating.discover import discover
+from fxprune.relating.fold import Folds
+from fxprune.relating.sayings import Telling
+from fxprune.tracing.record import record
 
 from .networks import networks, settings_of_a_plan
 from .oracle import awake, check, masked_equals_pruned

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import fxprune
-from fxprune import mask_methods
 from fxprune.errors import SettingError
+from fxprune.masking import methods as mask_methods
 from fxprune.schedules import MaskScheduler, PlanScheduler, cubic, linear, one_shot
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxprune
-from fxprune.scope import Contender, compete, fractions
-from fxprune.select import Choice
+from fxprune.choosing.scope import Contender, compete, fractions
+from fxprune.choosing.select import Choice
 
 from .oracle import check
 from .test_trace import Net
@@ -191,8 +191,8 @@ def kinds(model, x):
     plan = fxprune.plan(model, x, scope="isomorphic")
     named = dict(model.named_modules())
     found = {}
-    from fxprune.groups import groups
-    from fxprune.scope import structure
+    from fxprune.choosing.scope import structure
+    from fxprune.relating.groups import groups
 
     for group, shown in zip(groups(plan._relations), plan.groups, strict=True):
         if shown.importance is not None:

@@ -217,7 +217,7 @@ def test_a_pruned_model_with_a_target_is_the_masked_one():
     model, other, x = awake(vision("vit")), awake(Computed()), X.double()
     before = Snapshot(model)
     plan = fxprune.plan(model, x, target=Target(params=0.4), attention="head_dim")
-    assert fxprune.proof.prove(plan, model, plan.apply(model), x) < 1e-9
+    assert fxprune.proving.proof.prove(plan, model, plan.apply(model), x) < 1e-9
     plan = fxprune.plan(other, x, target=Target(macs=0.4))
     assert difference(run(plan.mask(other), x), run(plan.apply(other), x)) < 1e-9
     assert before.differences() == []

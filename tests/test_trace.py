@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import fxprune
-from fxprune.tracing import record
+from fxprune.tracing.record import record
 
 from .oracle import difference, run
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxprune
-from fxprune.running import outputs
+from fxprune.modules.running import outputs
 
 from .oracle import difference, run, tensors
 from .snapshot import Snapshot

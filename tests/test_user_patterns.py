@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxprune
-from fxprune.proof import prove
+from fxprune.proving.proof import prove
 
 from .oracle import check
 from .test_trace import Net

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from .. import benchmarking
+from ..choosing.target import CLOSE, Measure, Reached, Target, show
 from ..errors import warn
-from ..fold import Folds
-from ..recording import Trace
-from ..relations import Relations
+from ..relating.fold import Folds
+from ..relating.relations import Relations
+from ..tracing.trace import Trace
 from .counting import Lengths, Term, multiply_accumulates, parameters, product_of
 from .latency import Latency
 from .searching import Options, Search
-from .target import CLOSE, Measure, Reached, Target, show
 
 _RETRIES = 3  # of plans that come out otherwise than was foreseen: carriers, new biases
 

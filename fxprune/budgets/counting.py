@@ -19,15 +19,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from .. import tree
-from ..calibration.readers import Run
-from ..channels import Channels, varying
 from ..errors import InputError
-from ..inspecting import read_attribute
-from ..layout import view_dims
-from ..recording import Trace
-from ..relations import Product, Relations
-from ..running import evaluating
+from ..modules import tree
+from ..modules.inspecting import read_attribute
+from ..modules.running import evaluating
+from ..relating.readers import Run
+from ..relating.relations import Product, Relations
+from ..rules.channels import Channels, varying
+from ..rules.shapes import view_dims
+from ..tracing.trace import Trace
 
 
 class Lengths:

@@ -18,19 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from ..channels import Channels
-from ..copying import copy_model
-from ..inspecting import computed_by_hook, tensors_of
-from ..layout import view_dims
+from ..choosing.timing import LatencyTable
+from ..modules.copying import copy_model
+from ..modules.inspecting import computed_by_hook, tensors_of
+from ..modules.running import bind_inputs, evaluating
 from ..progress import tracking
-from ..recording import Trace
-from ..relations import Relations
-from ..rewrite import memory_format
-from ..running import bind_inputs, evaluating
-from ..spec import Spec
-from ..widths import NewSizes
+from ..relating.relations import Relations
+from ..replaying.new_sizes import NewSizes
+from ..rewriting.rewrite import memory_format
+from ..rules.channels import Channels
+from ..rules.shapes import view_dims
+from ..rules.spec import Spec
+from ..tracing.trace import Trace
 from .counting import Count, Lengths, product_of, tensor_lengths
-from .timing import LatencyTable
 
 _FEW = 3  # layers that are timed without a progress bar
 _RUNGS = 16  # widths of a group that are tried, at least where it has as many

@@ -12,8 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ..select import Choice, keep_count
-from .target import CLOSE, Measure
+from ..choosing.select import Choice, keep_count
+from ..choosing.target import CLOSE, Measure
 
 _FINE = 1e-3  # relative distance at which single units are not worth the search
 _HALVINGS = 24

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import SettingError
-from ..running import bind_inputs
-from .batches import Batches
+from ..modules.batches import Batches
+from ..modules.running import bind_inputs
 
 
 def recalibrate_batchnorm(

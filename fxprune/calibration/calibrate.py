@@ -10,24 +10,26 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from .. import masking
-from ..constants import Constants
 from ..errors import SettingError, warn
-from ..fold import Mix, mixed, placed, sink_of
-from ..inspecting import read_attribute
-from ..mask import bake
+from ..masking import plan_masks as masking
+from ..modules.inspecting import read_attribute
+from ..modules.running import evaluating
+from ..parametrized.mask import bake
 from ..progress import tracking
-from ..pruning_plan import PruningPlan
-from ..reference import Counting, tensor_nodes
-from ..rewrite import apply
-from ..running import evaluating
-from .readers import Reader, Run, find_readers, live_weight
+from ..proving.reference import Counting, tensor_nodes
+from ..relating.constants import Constants
+from ..relating.fold import Mix, mixed, placed, sink_of
+from ..relating.readers import Reader, Run, find_readers, live_weight
+from ..rewriting.rewrite import apply
 from .regression import Sums
+
+if TYPE_CHECKING:
+    from ..planning.pruning_plan import PruningPlan
 
 MODES = ("sequential", "parallel")
 

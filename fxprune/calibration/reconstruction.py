@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from ..constants import Constants, all_reads
-from ..fold import placed
-from ..recording import Trace
-from ..relations import Relations
-from ..running import evaluating
-from .readers import Reader, Run, find_readers, live_weight
+from ..modules.running import evaluating
+from ..relating.constants import Constants, all_reads
+from ..relating.fold import placed
+from ..relating.readers import Reader, Run, find_readers, live_weight
+from ..relating.relations import Relations
+from ..tracing.trace import Trace
 from .regression import Products
 
 ROUNDS = 64  # in which the units of a group are taken, several at a time where it has more

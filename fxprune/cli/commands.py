@@ -11,9 +11,10 @@ import click
 
 import fxprune as library
 
-from .. import benchmarking, proof
-from ..describing import describe
-from ..inspecting import count_parameters
+from .. import benchmarking
+from ..modules.inspecting import count_parameters
+from ..proving import proof
+from ..reporting.describing import describe
 from . import known, telling
 from .options import WRITE, Job, job, of_a_model, of_a_plan, settings
 from .telling import Steps, told

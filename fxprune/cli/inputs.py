@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import tree
+from ..modules import tree
 from .mistakes import Mistake
 
 FORM = "[NAME=]DIMS[:DTYPE[:LOW-HIGH]]"

@@ -6,9 +6,9 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from .. import registry
-from ..pattern_types import Pattern
-from ..targets import label
+from ..rules import registry
+from ..rules.pattern_types import Pattern
+from ..rules.targets import label
 
 HEADINGS = ("for", "what it says", "from")
 

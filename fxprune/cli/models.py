@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..inspecting import count_parameters
+from ..modules.inspecting import count_parameters
 from .mistakes import Mistake
 
 LIBRARIES = ("torchvision", "timm", "transformers")

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from ..describing import describe
-from ..saving.container import speaking_of
+from ..records.container import speaking_of
+from ..reporting.describing import describe
 
 
 def page(plan: Any, model: nn.Module | None = None, small: nn.Module | None = None) -> str:

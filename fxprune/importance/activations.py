@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from ..calibration.batches import Batches
-from ..calibration.readers import Reader, Run, reader_of
-from ..channels import Axis, Channels, SourceAxis
-from ..constants import all_reads
 from ..errors import SettingError
+from ..modules.batches import Batches
+from ..modules.running import evaluating
 from ..progress import tracking
-from ..recording import uses_of
-from ..running import evaluating
+from ..relating.constants import all_reads
+from ..relating.readers import Reader, Run, reader_of
+from ..rules.channels import Axis, Channels, SourceAxis
+from ..tracing.trace import uses_of
 from .criterion import Context, Criterion, Importance, Measured, Unscored
 from .reduction import Member, check_choice
 from .slices import Slices

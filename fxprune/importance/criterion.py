@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..channels import SourceAxis
 from ..errors import SettingError
-from ..recording import Trace
-from ..relations import Relations
+from ..relating.relations import Relations
+from ..rules.channels import SourceAxis
+from ..tracing.trace import Trace
 from .reduction import NORMALIZE, REDUCE, Member, check_choice, combined, normalized
 from .slices import Slices
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .. import tree
-from ..calibration.batches import Batches, as_input, labels_of
-from ..channels import SourceAxis
 from ..errors import InputError, ModelError, SettingError
-from ..inspecting import read_attribute, tensors_of
+from ..modules import tree
+from ..modules.batches import Batches, as_input, labels_of
+from ..modules.inspecting import read_attribute, tensors_of
+from ..modules.running import bind_inputs, describe, evaluating
 from ..progress import tracking
-from ..running import bind_inputs, describe, evaluating
+from ..rules.channels import SourceAxis
 from .criterion import Context, Criterion, Importance, Measured
 from .reduction import Member
 from .slices import Slices

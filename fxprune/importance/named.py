@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..channels import SourceAxis
 from ..errors import PruningError, SettingError
+from ..rules.channels import SourceAxis
 from .criterion import Context, Criterion, Importance, Unscored
 from .slices import Slices, slices
 from .weights import FPGM, LAMP, BNScale, Magnitude, Random

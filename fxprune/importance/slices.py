@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..channels import SourceAxis
+from ..rules.channels import SourceAxis
 
 _PIECE = 2**17  # elements
 

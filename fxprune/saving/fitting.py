@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from ..errors import PlanError
-from ..inspecting import shape_of
-from . import container
-from .container import Container
-from .history import Step, Value, expect, in_order, shape_after
-from .indices import Malformed
-from .places import computed_names, places
+from ..modules.inspecting import shape_of
+from ..records import container
+from ..records.container import Container
+from ..records.history import Step, Value, expect, in_order, shape_after
+from ..records.indices import Malformed
+from ..records.places import computed_names, places
 from .saver import MASK, SCHEMA, full
 
 

@@ -14,24 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import registry
-from ..check import check_bare
 from ..code import Borrowed, rewritten_class
 from ..errors import ModelError
-from ..fold import Folds
-from ..hooked import hooked_weights, parametrized, stored_names
-from ..inspecting import dotted, modules_of, read_attribute, shape_of, tensors_of
-from ..mask import is_masked, parametrizations, put_on
-from ..pattern_types import Pattern
-from ..rewrite import Journal, apply_with_journal
-from ..running import on_cpu
-from . import container
-from .chosen import Chosen, main_dtype
-from .container import Container
+from ..modules.inspecting import dotted, modules_of, read_attribute, shape_of, tensors_of
+from ..modules.running import on_cpu
+from ..modules.usable import check_bare
+from ..parametrized.mask import is_masked, parametrizations, put_on
+from ..parametrized.weight_norm import hooked_weights, parametrized, stored_names
+from ..records import container
+from ..records.chosen import Chosen, main_dtype
+from ..records.container import Container
+from ..records.history import STEPS, Step, as_texts, first_difference, steps
+from ..records.indices import Malformed
+from ..records.places import names_of, places
+from ..relating.fold import Folds
+from ..rewriting.rewrite import Journal, apply_with_journal
+from ..rules import registry
+from ..rules.pattern_types import Pattern
 from .fitting import Description, Fitting, described
-from .history import STEPS, Step, as_texts, first_difference, steps
-from .indices import Malformed
-from .places import names_of, places
 from .restoring import restore
 from .saver import MASK, full
 

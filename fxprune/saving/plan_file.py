@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..budgets.target import MEASURES, Reached
+from ..choosing.target import MEASURES, Reached
 from ..errors import ModelError, PlanError
-from ..pattern_types import Pattern
-from ..pruning_plan import PruningPlan
-from ..running import on_cpu
-from . import chosen, container
-from .history import Step, expect, first_difference, kept_of
-from .indices import Malformed
-from .places import places
+from ..modules.running import on_cpu
+from ..planning.pruning_plan import PruningPlan
+from ..records import chosen, container
+from ..records.history import Step, expect, first_difference, kept_of
+from ..records.indices import Malformed
+from ..records.places import places
+from ..rules.pattern_types import Pattern
 from .restoring import Reason, restore
 
 SCHEMA = 1

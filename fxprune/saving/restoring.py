@@ -9,17 +9,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from .. import groups, tree
+from ..choosing.settings import Settings
 from ..errors import InputError, PlanError, SettingError
-from ..fold import Folds
-from ..inspecting import device_of
-from ..pattern_types import Pattern
-from ..planner import Planner
-from ..planning import make_plan
-from ..pruning_plan import PruningPlan
-from ..settings import Settings
-from . import example as examples
-from .chosen import Chosen, main_dtype
+from ..modules import tree
+from ..modules.inspecting import device_of
+from ..planning.make import make_plan
+from ..planning.planner import Planner
+from ..planning.pruning_plan import PruningPlan
+from ..records import example as examples
+from ..records.chosen import Chosen, main_dtype
+from ..relating import groups
+from ..relating.fold import Folds
+from ..rules.pattern_types import Pattern
 
 # How units were chosen is over, and nothing asks for it.
 UNKNOWN: Any = dict.fromkeys(("sparsity", "ignore", "importance", "scope", "round_to"))

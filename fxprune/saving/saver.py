@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..check import check_bare
 from ..errors import FileError, ModelError
-from ..inspecting import dotted, shape_of
-from ..mask import mask_of, masked_names
-from ..rewrite import memory_format
-from ..running import on_cpu
-from . import container
-from .history import Step, histories, steps
-from .places import Place, computed_names, names_of, places
+from ..modules.inspecting import dotted, shape_of
+from ..modules.running import on_cpu
+from ..modules.usable import check_bare
+from ..parametrized.mask import mask_of, masked_names
+from ..records import container
+from ..records.history import Step, histories, steps
+from ..records.places import Place, computed_names, names_of, places
+from ..rewriting.rewrite import memory_format
 
 SCHEMA = 1
 MASK = ":mask"  # after a tensor's name: where it is not masked

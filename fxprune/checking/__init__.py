@@ -1,0 +1,1 @@
+"""Whether a pattern is true, tried on numbers."""

@@ -1,0 +1,1 @@
+"""How much each group is to lose, and which of its units."""

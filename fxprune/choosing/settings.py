@@ -1,0 +1,147 @@
+"""The settings of a plan, checked before anything runs."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import importance
+from ..errors import SettingError
+from ..modules.inspecting import modules_of
+from .rounding import preferred
+from .scope import SCOPES
+from .target import Target
+
+BIASES = ("propagate", "drop", "expected")
+ATTENTION = ("heads", "head_dim")
+_SPARSITY = 0.5  # where neither it nor a target is given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What :func:`fxprune.plan` is told, by the same names and with the same defaults."""
+
+    sparsity: Any = None
+    target: Target | None = None
+    ignore: Any = ()
+    importance: Any = "l2"
+    scope: str = "local"
+    min_width: Any = None
+    max_sparsity: Any = None
+    round_to: Any = 1
+    bias: str | None = None
+    exact: bool = False
+    attention: str = "heads"
+    outputs: Any = None
+    rounding: str | None = None  # what "auto" has come to, and why
+
+
+def checked(given: Settings) -> Settings:
+    """In one form: ``ignore`` and ``outputs`` as tuples, and a sparsity."""
+    sparsity, target, ignore, outputs = given.sparsity, given.target, given.ignore, given.outputs
+    if target is not None and not isinstance(target, Target):
+        raise SettingError(f"target={target!r} is no fxprune.Target, such as Target(params=0.5)")
+    if target is not None and sparsity is not None:
+        raise SettingError(
+            f"sparsity={sparsity!r} and target={target!r}: give one. A target finds the sparsity"
+        )
+    sparsity = _SPARSITY if sparsity is None else sparsity
+    for value in _values(sparsity):
+        if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= float(value) < 1:
+            raise SettingError(
+                f"sparsity={value!r} is not a fraction in [0, 1): it is the share of units that go"
+            )
+    importance.resolve(given.importance)
+    if given.round_to != "auto" and not (_is(Integral, given.round_to) and given.round_to > 0):
+        raise SettingError(f"round_to={given.round_to!r} is not a positive integer, nor 'auto'")
+    if given.bias is None:  # a carrier emits what a masked channel does
+        given = replace(given, bias="propagate" if given.exact is True else "expected")
+    if given.bias not in BIASES:
+        raise SettingError(f"bias={given.bias!r} is unknown; use 'propagate', 'drop' or 'expected'")
+    if not isinstance(given.exact, bool):
+        raise SettingError(f"exact={given.exact!r} is neither True nor False")
+    if given.exact and given.bias == "expected":
+        raise SettingError(
+            "exact=True keeps a masked channel that says what it emits when masked, not what it "
+            "said in the mean; use bias='propagate' with it, or exact=False"
+        )
+    if given.attention not in ATTENTION:
+        raise SettingError(f"attention={given.attention!r} is unknown; use 'heads' or 'head_dim'")
+    if given.scope not in SCOPES:
+        raise SettingError(f"scope={given.scope!r} is unknown; use one of {', '.join(SCOPES)}")
+    for value in _values(given.min_width):
+        good = (_is(Integral, value) and value > 0) or (_is(Real, value) and 0 < value <= 1)
+        if value is not None and not good:
+            raise SettingError(
+                f"min_width={value!r} is neither a positive integer (units that stay) nor a "
+                "fraction in (0, 1]"
+            )
+    for value in _values(given.max_sparsity):
+        if value is not None and not (_is(Real, value) and 0 <= value <= 1):
+            raise SettingError(f"max_sparsity={value!r} is not a fraction in [0, 1]")
+    if isinstance(ignore, (str, type, nn.Module)):
+        ignore = (ignore,)
+    elif not isinstance(ignore, Iterable):
+        raise SettingError(f"ignore={ignore!r} is not a name, a glob, a type, a module or several")
+    if isinstance(outputs, str):
+        outputs = (outputs,)
+    elif outputs is not None:
+        outputs = tuple(outputs) if isinstance(outputs, Iterable) else (outputs,)
+        if not outputs or not all(type(name) in (str, int) for name in outputs):
+            raise SettingError(
+                f"outputs={outputs!r} are neither names nor places of what the model returns"
+            )
+    return replace(given, sparsity=sparsity, ignore=tuple(ignore), outputs=outputs)
+
+
+def _is(kind: Any, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _values(setting: Any) -> list[Any]:
+    return list(setting.values()) if isinstance(setting, Mapping) else [setting]
+
+
+def for_model(settings: Settings, model: nn.Module) -> Settings:
+    """With ``round_to="auto"`` as a number."""
+    if settings.round_to != "auto":
+        return settings
+    number, why = preferred(model)
+    return replace(settings, round_to=number, rounding=f"round_to='auto' is {number}: {why}")
+
+
+def matches(key: Any, path: str, module: nn.Module) -> bool:
+    """Whether a name, glob, type or module means the module at ``path``."""
+    if isinstance(key, str):
+        return key == path or fnmatch.fnmatchcase(path, key)
+    if isinstance(key, type):
+        return isinstance(module, key)
+    return key is module
+
+
+def check_names(model: nn.Module, settings: Settings) -> None:
+    """Every key of ``ignore``, and of settings that are mappings, has to mean something."""
+    modules = modules_of(model)
+    keys = {"ignore": settings.ignore or ()}
+    for setting in ("sparsity", "min_width", "max_sparsity"):
+        if isinstance(given := getattr(settings, setting), Mapping):
+            keys[setting] = tuple(given)
+    for setting, wanted in keys.items():
+        for key in wanted:
+            if not isinstance(key, (str, type, nn.Module)):
+                given = "a tensor" if isinstance(key, Tensor) else repr(key)
+                raise SettingError(f"{setting}: {given} is not a name, a glob, a type or a module")
+            if not any(matches(key, path, m) for path, m in modules.items()):
+                near = get_close_matches(key, list(modules), 3) if isinstance(key, str) else []
+                hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+                shown = key if isinstance(key, (str, type)) else type(key).__name__
+                raise SettingError(
+                    f"{setting}: {shown!r} matches no module of {type(model).__name__}{hint}. "
+                    "Names are those of model.named_modules()."
+                )

@@ -1,0 +1,1 @@
+"""Code and attributes of the model that hold sizes, made right."""

@@ -1,0 +1,54 @@
+"""Frames of Python: which code of the model runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+REWRITTEN = "<rewritten by fxprune"  # file of a forward that an earlier pruning has written
+# Nothing in a frame of these folders is the user's own code.
+_LIBRARY = (
+    f"{Path(torch.__file__).parent}/",
+    f"{Path(__file__).parents[1]}/",
+    contextlib.__file__,
+    "<",
+)
+
+
+def where() -> str:
+    """File and line of the model's code that runs."""
+    return line_of(frame_of_model())
+
+
+def line_of(frame: FrameType | None) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def frame_of_model() -> FrameType | None:
+    """The innermost frame that is neither PyTorch's nor ours."""
+    return _of_model(sys._getframe(1))
+
+
+def caller_of(frame: FrameType) -> FrameType | None:
+    """The frame of the model's code that has called this one."""
+    return _of_model(frame.f_back)
+
+
+def _of_model(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and not is_model_code(frame):
+        frame = frame.f_back
+    return frame
+
+
+def is_model_code(frame: FrameType) -> bool:
+    return not _is_library(frame.f_code.co_filename)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_library(filename: str) -> bool:
+    return filename.startswith(_LIBRARY) and not filename.startswith(REWRITTEN)

@@ -1,0 +1,292 @@
+"""Running a user's model without leaving a trace on it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import is_dataclass
+from functools import partial
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from ..errors import SettingError
+from . import tree
+from .inspecting import OF_TORCH, is_torchs_layer, parts_of
+
+# Running a model sets and draws what is the process's: modes, seeds, the code of modules' calls.
+LOCK = threading.RLock()
+
+
+def run_node(
+    node: fx.Node, module: Any, args: Any, kwargs: Any, tensors: dict[str, Tensor] | None = None
+) -> Any:
+    """What a node of a trace calls, on real arguments; ``module`` with other ``tensors``."""
+    if node.op == "call_module":
+        if tensors:
+            return torch.func.functional_call(module, tensors, args, kwargs)
+        return module(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def bind_inputs(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``example_input`` as arguments of the model's call: copies, which it may write to."""
+    if hasattr(example_input, "keys") and hasattr(example_input, "__getitem__"):
+        given: Any = {key: example_input[key] for key in example_input.keys()}  # noqa: SIM118
+    else:
+        given = example_input if isinstance(example_input, tuple) else (example_input,)
+    given = _copied(given)
+    return ((), given) if isinstance(given, dict) else (tuple(given), {})
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    rebuilt = tree.rebuild(value, _copied)
+    if rebuilt is not value or callable(value) or not hasattr(value, "__dict__"):
+        return rebuilt
+    return tree.copied(value, {})  # a cache of keys and values, a batch of a class of its own
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without Python's garbage collector: what is made inside stays till the end, and it would look
+    at it all again and again, the more of it the deeper the model is."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+_users_device: ContextVar[torch.device | None] = ContextVar("users_device", default=None)
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Labels and constants are on the CPU, whatever ``torch.set_default_device`` says; what the
+    model makes as it runs is where it says."""
+    device = torch.get_default_device()
+    if device.type == "cpu":
+        yield
+        return
+    token = _users_device.set(device)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        _users_device.reset(token)
+
+
+_EMPTY: dict[str, Any] = {}
+# Generators of random numbers that a module may have: how their state is read and set.
+_STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
+    np.random.Generator: (
+        lambda g: g.bit_generator.state,
+        lambda g, state: setattr(g.bit_generator, "state", state),
+    ),
+}
+_PLAIN = frozenset((bool, int, float, str, type(None), tuple))
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
+    """Eval mode inside; or training mode, but for PyTorch's own layers: a norm might not run in it.
+    Afterwards all is as it was: flags, buffers, whatever the modules have set on themselves or put
+    into their containers while running, and the state of the random number generators. What the
+    model's own code writes into parameters stays written, for a copy of all of them would be
+    needed; those that it sets are set back. Other threads wait: some of this is the process's, and
+    what is noted during another's run would be that run's."""
+    with LOCK:
+        yield from _evaluating(model, training)
+
+
+def _evaluating(model: nn.Module, training: bool) -> Iterator[None]:
+    modules = parts_of(model)
+    # Parameters, buffers, children and hooks are in dictionaries of their own, most of them empty.
+    spaces: list[tuple[dict, dict]] = []
+    lists: list[tuple[Any, list]] = []
+    held: list[Any] = []
+    drawn: list[Callable[[], Any]] = []
+    for m in modules:
+        own = vars(m)
+        spaces.append((own, dict(own)))
+        for key, value in own.items():
+            kind = type(value)
+            if kind in _PLAIN:
+                continue
+            if isinstance(value, dict):
+                spaces.append((value, dict(value) if value else _EMPTY))
+            elif isinstance(value, (list, set, deque)):
+                lists.append((value, list(value)))
+            elif kind in _STATES:
+                read, write = _STATES[kind]
+                drawn.append(partial(write, value, read(value)))
+            if key not in OF_TORCH and isinstance(value, (dict, list, set, deque)):
+                inside = value.values() if isinstance(value, dict) else value
+                held += [t for t in inside if type(t) is Tensor and _can_be_set_back(t)]
+            # Those with a history are computed anew before each run (nn.utils.weight_norm).
+            elif isinstance(value, Tensor) and value.is_leaf and _can_be_read(value):
+                held.append(value)
+        # Some models count calls or keep caches in their buffers, even in eval mode.
+        held += [b for b in m._buffers.values() if b is not None]
+        if getattr(m, "max_norm", None) is not None:  # an embedding: it scales the rows it reads
+            held += [p for p in m._parameters.values() if p is not None]
+    buffers = [
+        (b, b.data, b.detach().clone(), None if b.is_inference() else b._version, b.requires_grad)
+        for b in {id(t): t for t in held}.values()
+    ]
+    parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+    memories = [(p, p.data) for p in parameters if p.layout == torch.strided]
+    devices = {p.device.index for p in parameters if p.device.type == "cuda"}
+    device = _users_device.get() or contextlib.nullcontext()
+    with _seeds(sorted(d for d in devices if d is not None)), device:
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        for m in modules:
+            vars(m)["training"] = training and not is_torchs_layer(m)
+        torch.backends.mha.set_fastpath_enabled(False)  # it would hide the layers from the trace
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+            for set_back in drawn:
+                set_back()
+            for space, before in spaces:
+                if space or before:
+                    _restore(space, before)
+            for value, items in lists:
+                if len(value) != len(items) or not all(map(is_, value, items)):
+                    value.clear()
+                    (value.update if isinstance(value, set) else value.extend)(items)
+            for parameter, memory in memories:
+                if parameter.data_ptr() != memory.data_ptr() or parameter.shape != memory.shape:
+                    parameter.data = memory
+            with torch.no_grad():
+                for buffer, memory, values, version, grad in buffers:
+                    if buffer.layout != torch.strided:
+                        same = version is not None and buffer._version == version
+                    else:  # no version tells of writes through ``.data``, or of norms that train
+                        if buffer.data_ptr() != memory.data_ptr() or buffer.shape != memory.shape:
+                            buffer.data = memory
+                        same = _alike(buffer, values)
+                    if not same:
+                        buffer.copy_(values)
+                    if buffer.requires_grad != grad:
+                        buffer.requires_grad_(grad)
+
+
+def _can_be_set_back(t: Tensor) -> bool:
+    return t.is_leaf and t.layout == torch.strided and _can_be_read(t)
+
+
+def _can_be_read(t: Tensor) -> bool:
+    return not t.is_meta and not t.is_nested
+
+
+@contextlib.contextmanager
+def _seeds(devices: Sequence[int]) -> Iterator[None]:
+    """Afterwards all generators of random numbers are where they were."""
+    python, numpys = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpys)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    if a.dtype.itemsize == 1 and a.is_floating_point():  # which cannot be compared
+        a, b = a.view(torch.uint8), b.view(torch.uint8)
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _restore(space: dict[str, Any], before: dict[str, Any]) -> None:
+    if space.keys() != before.keys() or not all(map(is_, space.values(), before.values())):
+        space.clear()
+        space.update(before)
+
+
+def describe(value: Any) -> str:
+    """A short word for an input: shapes for tensors, class names for the rest."""
+    if isinstance(value, torch.Tensor):
+        return f"tensor {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__} of ({', '.join(describe(v) for v in value)})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {describe(v)}" for k, v in value.items()) + "}"
+    return type(value).__name__
+
+
+def without_state(model: nn.Module, result: Any) -> Any:
+    """What a model returns, less what it keeps for its own next call.
+
+    That is an object (a cache of keys and values, say) under the name of an argument, its own or a
+    part's: its widths are the model's own affair.
+    """
+    if not isinstance(result, Mapping):
+        return result
+    plain = (Tensor, Mapping, list, tuple, int, float, str, type(None))
+    objects = {
+        key
+        for key, value in result.items()
+        if not (isinstance(value, plain) or is_dataclass(value))
+    }
+    if not objects:
+        return result
+    forwards = dict.fromkeys(type(m).forward for m in parts_of(model))  # it may hand on a part's
+    arguments = {name for forward in forwards for name in inspect.signature(forward).parameters}
+    kept = {key: value for key, value in result.items() if key not in objects & arguments}
+    if len(kept) == len(result):
+        return result
+    return type(result)(**kept) if is_dataclass(result) else kept
+
+
+def wanted(
+    model: nn.Module, result: Any, only: Sequence[str | int] | None, *, training: bool = False
+) -> Any:
+    """What of a model's result has to stay as it is: the entries called ``only``, or those at these
+    places of a tuple; or all but its own state. In training mode models return other things."""
+    whole = result
+    if only is None:
+        return without_state(model, result)
+    if isinstance(result, (tuple, list)):
+        names = getattr(result, "_fields", ())
+        result = {**dict(enumerate(result)), **dict(zip(names, result, strict=False))}
+    elif not isinstance(result, Mapping):
+        result = vars(result) if is_dataclass(result) else {}
+    missing = [name for name in only if name not in result]
+    if missing and training:
+        return without_state(model, whole)
+    if missing:
+        known = f"only {', '.join(map(repr, result))}" if result else "one thing without a name"
+        raise SettingError(
+            f"outputs: {type(model).__name__} returns no {missing[0]!r}, but {known}"
+        )
+    return {name: result[name] for name in only}
+
+
+def outputs(
+    model: nn.Module, example_input: Any, only: Sequence[str | int] | None = None
+) -> list[Tensor]:
+    """Every tensor that the model returns and that has to stay, in eval mode without gradients."""
+    args, kwargs = bind_inputs(example_input)
+    with evaluating(model), torch.no_grad():
+        result = wanted(model, model(*args, **kwargs), only)
+        return [t.detach().clone() for t in tree.tensors(result)]

@@ -1,0 +1,1 @@
+"""Tensors that something computes: masks, parametrizations, hooks."""

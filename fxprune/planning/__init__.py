@@ -1,0 +1,1 @@
+"""From a model and settings to a plan."""

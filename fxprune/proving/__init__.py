@@ -1,0 +1,1 @@
+"""Whether the pruned model computes what the masked one computes."""

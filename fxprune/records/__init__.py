@@ -1,0 +1,1 @@
+"""What files and pruned models hold of how they were made, as plain data."""

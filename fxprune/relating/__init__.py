@@ -1,0 +1,1 @@
+"""Which channels hang together in a recorded run, and what each says when it is dead."""

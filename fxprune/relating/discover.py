@@ -1,0 +1,391 @@
+"""The first walk: which slices of which tensors belong together, and what may not go.
+
+Every slice of every parameter axis gets a label; where two axes meet, their labels are joined
+(:mod:`fxprune.relating.labels`). What each slice says when it is dead is followed beside
+(:mod:`fxprune.relating.sayings`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import fx
+
+from ..modules.tensor_attributes import fixed_tensors
+from ..parametrized.computed import cannot_be_set
+from ..rules.call import Call, Named, Roles, leaves
+from ..rules.channels import Axis, Channels, SourceAxis, distinct, varying
+from ..tracing.trace import Trace
+from .algebra import IS_KERNEL
+from .labels import Labels
+from .rectangles import Rectangles
+from .relations import Follower, Note, Product, Relations
+from .sayings import Sayings, Telling
+
+
+class Stays(NamedTuple):
+    """Slices of a parameter's axis that stay, and why."""
+
+    key: tuple[str, tuple[int, ...], tuple[int, ...]]
+    slices: np.ndarray
+    reason: str
+
+
+def discover(
+    trace: Trace,
+    *,
+    telling: Telling | None = None,
+    stays: Callable[[Relations], Sequence[Stays]] | None = None,
+) -> Relations:
+    """Which slices hang together in a recorded run, and what they say when they are dead.
+
+    Args:
+        stays: tells of what may go by these relations what has to stay all the same.
+    """
+    rigid: set[str] = set()
+    while True:
+        walk = Discover(trace, rigid=rigid, telling=telling)
+        walk.run()
+        if walk.better_together.keys() - trace.together.keys():
+            trace.together = {**walk.better_together, **trace.together}
+            continue
+        relations = walk.relations()
+        # What is read behind a stack may ask for the same channels in all parts (a norm).
+        whole = {
+            n for n, units in walk.stacks.items() if not relations.classes[units.numpy()].any()
+        }
+        if whole - trace.tied:
+            trace.tied |= whole
+            continue
+        kept = stays(relations) if stays is not None else ()
+        for each in kept:
+            walk.keep(each)
+        relations = walk.relations() if kept else relations
+        more = walk.shared_in_vain(relations) - rigid
+        if not more:
+            return relations
+        rigid |= more
+
+
+class Discover(Sayings):
+    """Args:
+    rigid: names of parameters and buffers that stay as they are.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        *,
+        rigid: Container[str] = (),
+        telling: Telling | None = None,
+    ) -> None:
+        super().__init__(trace, trace.model, telling)
+        self._rigid = rigid
+        self.labels = Labels()
+        self.sources = self.labels.sources
+        self._by_key: dict[tuple, SourceAxis] = {}
+        self._by_name: dict[str, list[int]] = {}  # of a tensor, its axes among the sources
+        self._kernels: list[tuple[str, set[int], Call]] = []
+        # False once a parameter changed its role after its constants had been read: those of this
+        # walk are stale then, and are followed again.
+        self._settled = True
+        self._used_bare: dict[int, int] = {}  # those that are used bare, by first label
+        # Why a computed tensor cannot be set, "" where it can or is a tensor of the model itself.
+        self._computed: dict[str, str] = dict.fromkeys(trace.names.values(), "")
+        self._rectangles = Rectangles()
+        self._buffers = {name for name, _ in trace.model.named_buffers()}
+        self._buffers |= {fixed.name for fixed in fixed_tensors(self.modules)}
+        self._spread: list[np.ndarray] = []
+        # Parameters whose axes have met one over as many dimensions: which of theirs.
+        self.better_together: dict[str, tuple[int, ...]] = {}
+        self.frozen: list[Note] = []
+        self.counted: list[Note] = []
+        self.arrivals: dict[int, torch.Tensor] = {}
+        self.parts: list[torch.Tensor] = []
+        self.meetings: dict[fx.Node, list[tuple[np.ndarray, np.ndarray]]] = {}
+        self.products: dict[fx.Node, list[Product]] = {}
+        self.followers: list[Follower] = []
+        self.stacks: dict[fx.Node, torch.Tensor] = {}
+        self.plain: dict[fx.Node, set[int]] = {}
+        # First labels of the axes that the call at hand has spoken of; None once it is not plain.
+        self._spoken: set[int] | None = None
+
+    def run(self) -> None:
+        super().run()
+        for name, dims, call in self._kernels:
+            for source in (self.sources[i] for i in self._by_name.get(name, ())):
+                if source.view == source.tensor_shape and not dims.isdisjoint(source.dims):
+                    self.freeze(Axis(source.dims, source.labels()), IS_KERNEL, call)
+        for node, reason, line in self.trace.kept_whole:
+            for item in leaves(self.values[node]):
+                for axis in self.channels(item).axes:
+                    self.freeze(axis, reason, None, line)
+
+    def keep(self, stays: Stays) -> None:
+        labels = self._by_key[stays.key].labels().reshape(-1)[stays.slices]
+        self.freeze(Axis((0,), labels), stays.reason, None)
+
+    def _visit(self, node: fx.Node) -> Any:
+        self._spoken = set()
+        value = super()._visit(node)
+        if self._spoken is not None and node.graph is self.trace.graph:
+            pattern = self.trace.pattern(node)
+            known = pattern is None or (pattern.is_builtin and pattern.resize is None)
+            inputs = [self.values[source] for source in node.all_input_nodes]
+            if known and _is_plain(value) and all(map(_is_plain, inputs)):
+                self.plain[node] = self._spoken
+        return value
+
+    def _walk(self, graph: fx.Graph) -> Any:
+        result = super()._walk(graph)
+        self._spoken = None  # of the call that the graph lies beneath
+        return result
+
+    # -- words ----------------------------------------------------------------------------------
+
+    def source(self, value: Named, roles: Roles, view: tuple[int, ...] | None) -> Channels:
+        shape = value.spec.shape
+        view = shape if view is None else view
+        if value.spec.is_index or value.name in self._rigid:
+            return Channels(view, (), self.one(value))
+        axes = []
+        for role, dims in roles.items():
+            key = (value.name, view, dims)
+            sizes = [view[d] for d in dims]
+            if 0 in sizes or sizes.count(1) == len(sizes):
+                continue
+            if key not in self._by_key:
+                axis = SourceAxis(value.name, shape, view, dims, role, self.labels.count)
+                self._by_key[key] = axis
+                self._by_name.setdefault(axis.name, []).append(len(self.sources))
+                if axis.is_bare:
+                    self._used_bare[axis.first] = len(self.sources)
+                self.labels.add(axis)
+                self._check_view(axis)
+                self._check_computed(axis)
+            source = self._by_key[key]
+            if self._spoken is not None:
+                self._spoken.add(source.first)
+            if source.is_bare and not role.startswith("bare"):
+                self._set_role(self._used_bare[source.first], role)
+                source = self._by_key[key]
+            result = Axis(dims, source.labels(), self.born(source), source=source)
+            if len(dims) > 1:
+                self.rectangle(result, None)
+            axes.append(result)
+        return Channels(view, tuple(axes), self.one(value))
+
+    def decide(self, call: Call, answer: Callable[[], Any]) -> Any:
+        self._spoken = None
+        self.decisions.setdefault(call.node, []).append(answer())
+        return self.decisions[call.node][-1]
+
+    def blank(
+        self, call: Call, value: float | None, dims: Container[int] | None = None
+    ) -> Channels:
+        self._spoken = None
+        axes = []
+        for d, n in enumerate(call.shape):
+            if n > 1 and not call.spec.is_index and (dims is None or d in dims):
+                labels = self.labels.fresh(n)
+                axes.append(Axis((d,), labels, self.filled(value, n), blank=True))
+        return Channels(call.shape, tuple(axes))
+
+    def kernel(self, call: Call, weight: Any, dims: Iterable[int]) -> Any:
+        if isinstance(weight, Named):  # which other code may use as a matrix
+            self._kernels.append((weight.name, set(dims), call))
+            return weight
+        return super().kernel(call, weight, dims)
+
+    def stacked(self, call: Call, axis: Axis) -> None:
+        self.stacks[call.node] = axis.units
+
+    def distinguish(self, x: Channels) -> None:
+        self.parts += [axis.units for axis in x.axes]
+
+    def makes(self, axis: Axis) -> None:
+        for i in self.labels.owners_of(axis.units) if self._used_bare else ():
+            if i >= 0 and self.sources[i].is_bare:
+                self._set_role(int(i), "out")
+
+    def _set_role(self, index: int, role: str) -> None:
+        before = self.sources[index]
+        self.labels.set_role(index, role)
+        source = self.sources[index]
+        self._by_key[source.key] = source
+        self._used_bare.pop(source.first, None)
+        self._settled = self._settled and (before.first, before.role) not in self._born
+
+    def as_it_is(self, axis: SourceAxis) -> SourceAxis:
+        return self._by_key[axis.key]
+
+    def is_made(self, axis: Axis) -> bool:
+        owners = (self.sources[i] for i in self.labels.owners_of(axis.units) if i >= 0)
+        return any(s.role == "out" and s.name not in self._buffers for s in owners)
+
+    def _check_computed(self, axis: SourceAxis) -> None:
+        """A tensor that a parametrization computes has to take smaller values back."""
+        if axis.name not in self._computed:
+            self._computed[axis.name] = cannot_be_set(self.trace.model, axis.name)
+        if self._computed[axis.name]:
+            self.freeze(Axis(axis.dims, axis.labels()), self._computed[axis.name], None)
+
+    def _check_view(self, axis: SourceAxis) -> None:
+        """A tensor that is seen in two ways (two group counts, say) is left whole."""
+        axes = [self.sources[i] for i in self._by_name[axis.name]]
+        if len(axes) == 1:
+            return
+        known = axes[0].view
+        bare = [s.dims for s in axes if s.is_bare]
+        apart = any(set(a) & set(b) and a != b for a in bare for b in bare)
+        if known != axis.view or apart:
+            for source in axes:
+                self.freeze(
+                    Axis(source.dims, source.labels()),
+                    f"{axis.name} is used in two layouts, {known} and {axis.view}",
+                    None,
+                )
+
+    def contract(self, call, x, w, contracted, batch, free_x, free_w, shape) -> Channels:
+        met = Product(x, w, [*contracted, *((a, b) for a, b, _ in batch)])
+        self.products.setdefault(call.node, []).append(met)
+        return super().contract(call, x, w, contracted, batch, free_x, free_w, shape)
+
+    def join(self, a: Axis, b: Axis, call: Call) -> None:
+        if a.units is b.units:
+            return
+        for axis, other in ((a, b), (b, a)):
+            if axis.source is not None:
+                self.arrivals.setdefault(axis.source.first, other.units)
+        self._couple(a.units, b.units, call)
+
+    def join_whole(self, axis: Axis, head: torch.Tensor, call: Call) -> None:
+        self._spoken = None
+        self._couple(axis.units, head, call)
+
+    def _couple(self, a: torch.Tensor, b: torch.Tensor, call: Call) -> None:
+        self.meetings.setdefault(call.node, []).append(self.labels.join(a, b))
+
+    def freeze(self, axis: Axis, reason: str, call: Call | None, line: str = "") -> None:
+        self.labels.freeze(axis.units)
+        name = call.name if call else ""
+        line = call.node.meta.get("where", "") if call else line
+        self.frozen.append(Note(axis.units.reshape(-1), reason, name, line))
+
+    def approximate(self, axis: Axis, call: Call) -> None:
+        self._spoken = None
+        # Beneath a call, or cut over several dimensions: out of the reference's reach.
+        if call.node.graph is not self.trace.graph or len(axis.dims) > 1:
+            self.freeze(axis, f"{call.name} counts them", call)
+        else:
+            self.counted.append(Note(axis.units.reshape(-1), "", call.name, node=call.node))
+
+    def rectangle(self, axis: Axis, call: Call | None) -> None:
+        if len(axis.dims) > 1:
+            self._spoken = None
+            where = call.name if call else (axis.source.name if axis.source else "")
+            self._rectangles.of(axis, where)
+
+    def follow(self, blank: Axis, axis: Axis, call: Call) -> None:
+        self._spoken = None
+        at = [axis.dims.index(d) for d in blank.dims]
+        rectangle = self._rectangles.get(axis)
+        if rectangle is None or not set(at) <= rectangle.held:  # what is held does not shrink
+            index = tuple(slice(None) if i in at else 0 for i in range(axis.units.dim()))
+            self.join(Axis(blank.dims, axis.units[index]), blank, call)
+            if len(at) == 1 < len(axis.dims):
+                self.followers.append(Follower(blank.units, axis.units, at[0]))
+
+    def apart(self, axes: Sequence[Axis], rank: int) -> None:
+        if len(axes) != rank:
+            return
+        owners = [self.labels.owners_of(axis.units) for axis in axes]
+        found = [self.sources[o[0]] for o in owners if len(o) == 1 and o[0] >= 0]
+        names = {source.name for source in found}
+        bare = all(s.is_bare and len(s.dims) == 1 for s in found)
+        if len(found) == rank and len(names) == 1 and bare:
+            self.better_together[names.pop()] = tuple(sorted(s.dims[0] for s in found))
+
+    def spread(self, axis: Axis) -> None:
+        self._spread.append(axis.units.reshape(-1).numpy())
+
+    def hold(self, axis: Axis, dims: Iterable[int], *, rather: bool = False) -> None:
+        self._spoken = None
+        where = axis.source.name if axis.source else "the code that cuts them"
+        self._rectangles.hold(axis, dims, where, rather=rather)
+
+    # -- the answer -----------------------------------------------------------------------------
+
+    def relations(self) -> Relations:
+        while True:
+            natural, frozen = self._solve()
+            # Classes that stay are one class, 0; no class of its own has that number.
+            classes = np.where(frozen[natural], 0, natural + 1)
+            stuck = [r for r in self._rectangles if r.is_stuck(classes)]
+            if not stuck:
+                break
+            for rectangle in stuck:
+                if rectangle.rather:
+                    rectangle.rather = set()
+                    continue
+                reason = f"every slice has to stay for {rectangle.where}"
+                self.freeze(Axis((0,), rectangle.units.reshape(-1)), reason, None)
+        bins = [b for r in self._rectangles if (b := r.bin(classes)) is not None]
+        owners = self.labels.owners()
+        components = self.labels.groups(natural, owners, bins)
+        group_of = components[natural]
+        return Relations(
+            sources=self.sources,
+            classes=classes,
+            component=np.concatenate([[-1], components]),
+            owners=owners,
+            group_of=group_of,
+            members=self.labels.members(owners, group_of),
+            bins=bins,
+            frozen=self.frozen,
+            approximate=self.counted,
+            parts=self.parts,
+            meetings=self.meetings,
+            arrivals=self.arrivals,
+            plain=self.plain,
+            values=self.values,
+            decisions=self.decisions,
+            products=self.products,
+            followers=self.followers,
+            said=self if self._settled and self.telling is not None else None,
+        )
+
+    def _solve(self) -> tuple[np.ndarray, np.ndarray]:
+        """(class of each label, whether each class stays)."""
+        classes, frozen = self.labels.joined()
+        owned = np.zeros(len(frozen), dtype=bool)  # what no parameter has a part in stays
+        owned[classes[self.labels.owners() >= 0]] = True
+        return classes, frozen | ~owned
+
+    def shared_in_vain(self, relations: Relations) -> set[str]:
+        """Tensors that are the same for every head (a norm's weight, a rotary table), where that
+        makes one unit of all heads: better they stay, and heads can go."""
+        if not self._spread:
+            return set()
+        # A layer whose heads are shared can shrink, a table of frequencies is only read.
+        made = {s.name for s in self.sources if s.role == "out"} - self._buffers
+        found: set[str] = set()
+        for rectangle in self._rectangles:
+            classes = distinct(relations.classes[rectangle.units.numpy()])
+            if len(classes) > 1 or classes[0] == 0 or len(varying(rectangle.units)) < 2:
+                continue
+            for labels in self._spread:
+                if (relations.classes[labels] == classes[0]).any():
+                    owners = distinct(relations.owners[labels])
+                    found |= {self.sources[i].name for i in owners if i >= 0}
+        return found - made
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor no dimension of which was cut in parts."""
+    if isinstance(value, Channels):
+        return all(len(axis.dims) == 1 for axis in value.axes)
+    return isinstance(value, Named)

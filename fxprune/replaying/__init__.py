@@ -1,0 +1,1 @@
+"""The recorded run at its new widths: what fits, what does not, and whose fault that is."""

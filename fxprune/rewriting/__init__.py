@@ -1,0 +1,1 @@
+"""Making channels go: in the model and in its optimizers."""

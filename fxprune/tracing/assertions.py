@@ -1,0 +1,70 @@
+"""Checks in a model's code: conditions whose other branch does nothing but raise an error."""
+
+from __future__ import annotations
+
+import dis
+import functools
+from types import CodeType, FrameType
+
+from ..modules.frames import is_model_code
+
+
+def is_check(frame: FrameType | None, answer: object) -> bool:
+    """Whether the condition that ``frame`` asks about now, and whose answer is ``answer``, has no
+    other outcome than an error: ``assert``, or ``if``, with a ``raise``."""
+    if frame is None or not isinstance(answer, bool):
+        return False
+    if answer not in _checked_at(frame.f_code).get(frame.f_lasti, ()):
+        return False
+    outer: FrameType | None = frame
+    while outer is not None and outer.f_code.co_name != WHERE_RUNS_BEGIN:
+        if is_model_code(outer) and _catches(outer.f_code):
+            return False
+        outer = outer.f_back
+    return True
+
+
+WHERE_RUNS_BEGIN = "_recorded"  # the function of :mod:`fxprune.tracing.record`
+
+
+@functools.lru_cache(maxsize=1024)
+def _catches(code: CodeType) -> bool:
+    """Whether a function catches errors, which may be its way to go on; ``with`` does not."""
+    names = [step.opname for step in dis.get_instructions(code)]
+    handlers = names.count("PUSH_EXC_INFO") + names.count("SETUP_FINALLY")
+    return handlers > names.count("WITH_EXCEPT_START")
+
+
+@functools.lru_cache(maxsize=256)
+def _checked_at(code: CodeType) -> dict[int, list[bool]]:
+    """By the place of a condition in the code, the answers after which there is no error."""
+    steps = [s for s in dis.get_instructions(code) if s.opname not in _NOTHING]
+    at = {step.offset: i for i, step in enumerate(steps)}
+    found: dict[int, list[bool]] = {}
+    for i, step in enumerate(steps):
+        jumps = "IF_TRUE" in step.opname
+        if "JUMP" not in step.opname or not (jumps or "IF_FALSE" in step.opname):
+            continue
+        answers = []
+        if _raises(steps, i + 1):
+            answers.append(jumps)
+        if _raises(steps, at.get(step.argval, len(steps))):
+            answers.append(not jumps)
+        for asked in steps[max(i - 1, 0) : i + 1]:  # by the jump, or by the step before it
+            if asked is step or asked.opname == "TO_BOOL":
+                found[asked.offset] = answers
+    return found
+
+
+def _raises(steps: list[dis.Instruction], start: int) -> bool:
+    for step in steps[start:]:
+        if step.opname == "RAISE_VARARGS":
+            return True
+        if step.argval == "StopIteration":  # a loop ends
+            return False
+        if "JUMP" in step.opname or "RETURN" in step.opname or "YIELD" in step.opname:
+            return False
+    return False
+
+
+_NOTHING = ("CACHE", "NOP", "EXTENDED_ARG")

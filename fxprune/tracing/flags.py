@@ -1,0 +1,89 @@
+"""The flag that tells a call whether the model trains: off while recording, read when it runs."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from functools import lru_cache
+from itertools import pairwise
+from types import CodeType
+from typing import Any
+
+from torch import fx, nn
+
+from ..modules.near import codes_near, names_in
+
+
+def may_read_mode(module: nn.Module) -> bool:
+    """Whether code of a module may ask whether it trains: what does not name the flag cannot."""
+    return any("training" in names_in(code) for code in codes_near(module))
+
+
+def hands_mode_on(module: nn.Module) -> int | None:
+    """In how many places code of a module calls others with ``training=`` its own flag; None where
+    it does something else by it, or says something else there."""
+    places = [_hands_on(code) for code in dict.fromkeys(codes_near(module))]
+    return None if None in places else sum(filter(None, places))
+
+
+@lru_cache(maxsize=1024)
+def _hands_on(code: CodeType) -> int | None:
+    steps = list(dis.get_instructions(code))
+    read = [i for i, step in enumerate(steps) if step.argval == "training"]
+    # Names of keywords are constants; where they are not loaded as such, dis gives their number.
+    words = [code.co_consts[s.arg or 0] if s.opname == "KW_NAMES" else s.argval for s in steps]
+    handed = [names for names in words if isinstance(names, tuple) and "training" in names]
+    pushes = ("LOAD_", "PUSH_", "KW_NAMES", "PRECALL", "CALL")
+    only = len(read) == len(handed) and all(
+        steps[i].opname in ("LOAD_ATTR", "LOAD_FAST") and steps[i + 1].opname.startswith(pushes)
+        for i in read
+    )
+    return len(read) if only else None
+
+
+def reads_mode_of_others(module: nn.Module) -> bool:
+    """Whether code of a module reads the flag of another one (``self.drop.training``)."""
+    return any(map(_reads_of_others, codes_near(module)))
+
+
+@lru_cache(maxsize=1024)
+def _reads_of_others(code: CodeType) -> bool:
+    steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
+    own = code.co_varnames[:1]
+    return any(
+        step.opname == "LOAD_ATTR" and step.argval == "training" and before.argval not in own
+        for before, step in pairwise(steps)
+    )
+
+
+def training_argument(node: fx.Node) -> int | str | None:
+    """Where a call was told that the model does not train: a position, a keyword, or None."""
+    if node.op != "call_function" or not inspect.isfunction(node.target):
+        return None
+    # Its own parameters: what a wrapper wraps may be a builtin, which has no signature.
+    code = node.target.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if "training" not in names:
+        return None
+    if node.kwargs.get("training") is False:
+        return "training"
+    at = names.index("training")
+    return at if at < len(node.args) and node.args[at] is False else None
+
+
+def depend_on_mode(node: fx.Node, place: int | str, train: Any) -> None:
+    """Have ``node`` take ``train`` there in training mode."""
+    old = node.args[place] if isinstance(place, int) else node.kwargs[place]
+    with node.graph.inserting_before(node):
+        value = node.graph.create_node("get_attr", "training")
+        if (train, old) != (True, False):
+            value = node.graph.call_function(by_mode, (value, train, old))
+    if isinstance(place, int):
+        node.update_arg(place, value)
+    else:
+        node.update_kwarg(place, value)
+
+
+def by_mode(training: bool, train: Any, evaluate: Any) -> Any:
+    """An argument that depends on the mode (``p if self.training else 0.0``)."""
+    return train if training else evaluate

@@ -1,0 +1,152 @@
+"""Making the run that is recorded: the model under all that listens to it, and what is said where
+it does not run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..errors import InputError, ModelError, PruningError
+from ..modules.running import LOCK, bind_inputs, describe, evaluating, uncollected, wanted
+from ..rules import sizes
+from ..rules.registry import python_functions
+from . import caches
+from .asking_again import checked
+from .flags import depend_on_mode
+from .intercepting import autograd_functions, calls_of, told, uncompiled, variables
+from .modes import flags_of
+from .old_types import recorded_types
+from .recorder import Recorder
+from .trace import Trace
+
+
+def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
+    """Record one run of ``model`` as a runnable, printable :class:`torch.fx.GraphModule`.
+
+    The model runs once in eval mode without gradients, and is left as it was. Whatever Python the
+    model runs (conditions, loops, helpers) is followed as it happens; the graph holds what this
+    input made it do. Sizes that the model reads from its inputs stay expressions, so the graph
+    is right for other batch sizes, too; where sizes decided which way the code went (a loop over a
+    sequence, a condition), the graph raises if they would decide otherwise. Like the model it
+    shares tensors with, it can be told to train or to evaluate.
+
+    Args:
+        model: any module that runs.
+        example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
+
+    Raises:
+        InputError: the model does not run on ``example_input``; its own error is chained.
+    """
+    with uncollected():
+        recorded = record(model, example_input)
+        for node in recorded.graph.nodes:
+            if "object" in node.meta:
+                raise ModelError(
+                    f"{type(model).__name__} takes a {node.meta['object']} with tensors in it, "
+                    "which a graph cannot read. Pass tensors, or do without a graph"
+                )
+        trained = cache(partial(record_training, model, example_input))
+        for node, flags in flags_of(recorded, trained).items():
+            for place, train in flags:
+                depend_on_mode(node, place, train)
+        return recorded.graph_module(checked(recorded))
+
+
+def record_training(model: nn.Module, example_input: Any, only: Any = None) -> Trace | None:
+    """A run in training mode; None where the model does not run so."""
+    try:
+        return record(model, example_input, only, training=True)
+    except InputError:
+        return None
+
+
+def record(
+    model: nn.Module,
+    example_input: Any,
+    only: Sequence[str | int] | None = None,
+    *,
+    training: bool = False,
+) -> Trace:
+    """Run ``model`` once and record it. See :func:`trace`.
+
+    Args:
+        only: names of the entries of its result that are its outputs; None for all.
+        training: run it in training mode, to see what its code does there.
+    """
+    try:
+        return _recorded(model, example_input, only, training)
+    except _Failed as failed:
+        error: Any = failed.__cause__
+        kind, given = type(model).__name__, describe(example_input)
+        words = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if not training and _runs(model, example_input):
+            raise ModelError(f"{kind} runs on {given}, but cannot be recorded: {words}") from error
+        raise InputError(
+            f"{kind} does not run on example_input ({given}): {words}. Pass what the model takes: "
+            "a tensor, a tuple of positional arguments, or a mapping of keyword arguments."
+        ) from error
+
+
+class _Failed(Exception):
+    """A run that was recorded ended with an error."""
+
+
+def _runs(model: nn.Module, example_input: Any) -> bool:
+    """Whether it does where nobody records it."""
+    args, kwargs = bind_inputs(example_input)
+    with evaluating(model), torch.no_grad():
+        try:
+            model(*args, **kwargs)
+        except Exception:  # whatever the model's own code raises
+            return False
+    return True
+
+
+def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -> Trace:
+    recorder = Recorder(model)
+    with (
+        LOCK,
+        torch.inference_mode(False),  # or nothing would tell of writes in place
+        uncollected(),
+        evaluating(model, training=training),
+        sizes.traced_attributes(model),
+        sizes.traced_builtins(),
+        recorded_types(),
+        caches.passed_by(),
+        torch.no_grad(),
+        calls_of(nn.Module, recorder.module),
+        calls_of(torch.jit.ScriptFunction, recorder.scripted),  # whose calls PyTorch does not tell
+        variables(recorder.wrapped),
+        uncompiled(),
+        told((*python_functions(), *autograd_functions()), recorder.python_call),
+    ):
+        args, kwargs = bind_inputs(example_input)
+        recorder.nodes.placeholders(args, kwargs)
+        try:
+            with recorder, recorder.listening():
+                output = model(*args, **kwargs)
+        except PruningError:
+            raise
+        except Exception as error:
+            raise _Failed from error
+        recorder.nodes.close()
+        nodes = recorder.nodes
+        if only is not None:  # a new forward returns the rest, too
+            recorder.calls[0].output = nodes.handed(output)
+        nodes.graph.output(nodes.returned(wanted(model, output, only, training=training)))
+        recorder.nodes.let_go()
+    nodes = recorder.nodes
+    return Trace(
+        nodes.graph,
+        model,
+        recorder.calls,
+        nodes.constants,
+        recorder.called,
+        nodes.named,
+        nodes.kept_whole,
+        nodes.written,
+    )

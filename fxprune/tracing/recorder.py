@@ -1,0 +1,401 @@
+"""Listening to one run of a model, and writing it as an fx graph.
+
+A function mode writes each torch call as a node. Module classes with a pattern, and childless
+modules of ``torch.nn``, become one ``call_module`` node. :mod:`.nodes` knows which node each
+value is, :mod:`.record` makes the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial, reduce
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn, overrides
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.overrides import TorchFunctionMode
+
+from ..errors import ModelError
+from ..modules import tree
+from ..modules.frames import frame_of_model, is_model_code, line_of, where
+from ..modules.hooks import HooksAct, call_hooked, call_watched
+from ..modules.inspecting import is_torchs_layer, modules_of
+from ..modules.source import is_message
+from ..parametrized.computed import goes_by_its_name
+from ..parametrized.mask import unmasked
+from ..rules import sizes
+from ..rules.ops import OPERATORS, op_name
+from ..rules.pattern_types import Pattern
+from ..rules.probe import probe
+from ..rules.registry import for_function, for_module
+from ..rules.spec import TOLD, spec
+from .assertions import is_check
+from .aten import AtenRecorder, followed
+from .intercepting import scripted_from
+from .nodes import Nodes
+from .trace import ModuleCall, set_item
+from .unrecorded import HAS_HOOKS, OWN_CONTEXT, READ_PAST_SIZES, Kept, contexts, odd_container
+
+_SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_SIZE = torch.Tensor.size
+_READS_DATA = ("bool", "int", "float", "complex", "index", "item", "local_scalar_dense", "tolist",
+               "numpy", "array", "dlpack", "equal", "allclose", "contains",
+               "is_nonzero")  # fmt: skip
+
+_CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda")
+
+
+class Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        modules = modules_of(model)
+        self.nodes = Nodes(model, modules)
+        self._kept = Kept(modules.values())
+        self.calls: list[ModuleCall] = []
+        self._contexts: list[tuple[Any, ...]] = []  # those that each call began under
+        self.called: set[str] = set()
+        self.paths: dict[int, str] = {}
+        for path, m in modules.items():
+            self.paths.setdefault(id(m), path)
+        self._own = {id(m): _tensors(m) for m in modules.values()}
+        self._leaf: dict[int, bool] = {}
+        self._by_name: dict[int, bool] = {}
+        self._thread = threading.get_ident()  # in which the model runs; others are none of its own
+        self._suspended = False
+        self._inside_torch = False
+        self._probes: dict[Any, Pattern | None] = {}
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Note what the model's own code asks of sizes."""
+
+        def note(function: Callable[..., Any], operands: tuple[Any, ...], answer: Any) -> None:
+            if function in (str, repr, format) and is_message(frame_of_model()):
+                return
+            if function is hash and not is_model_code(sys._getframe(2)):
+                return
+            if self.nodes.running and not self._suspended and not self._inside_torch:
+                operands = tuple(map(self.nodes.own, operands))
+                question = sizes.Question(function, operands, answer, where())
+                self.calls[self.nodes.running[-1]].questions.append(question)
+
+        before, sizes.on_question = sizes.on_question, note
+        try:
+            yield
+        finally:
+            sizes.on_question = before
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def is_leaf(self, m: nn.Module) -> bool:
+        if id(m) not in self._leaf:
+            plain = "forward" not in vars(m)  # nobody has replaced it
+            plain = plain and not isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+            self._leaf[id(m)] = (plain and is_torchs_layer(m)) or for_module(m) is not None
+        return self._leaf[id(m)]
+
+    def module(self, original: Callable, m: nn.Module, args: Any, kwargs: Any) -> Any:
+        path = self.paths.get(id(m))
+        if path is None or self._not_the_models():
+            return original(m, *args, **kwargs)
+        self.called.add(path)
+        if self._goes_by_its_name(m):
+            with _Paused(self):
+                value = original(m, *args, **kwargs)
+                self.nodes.learn(value, self.nodes.named_node(unmasked(path), value), ())
+            return value
+        leaf = self.is_leaf(m) and m is not self.model
+        lent = self._is_lent(m)
+        if leaf and not lent:
+            hooked = m._forward_pre_hooks or m._forward_hooks
+            known = for_module(m) is not None
+            run = partial(call_hooked, original, m) if hooked else partial(original, m)
+            with _Paused(self), contextlib.suppress(HooksAct):
+                return self._record("call_module", path, run, args, kwargs, known=known)
+        with _Paused(self):
+            handed = self.nodes.handed(args), self.nodes.handed(kwargs)
+        parent = self.nodes.running[-1] if self.nodes.running else None
+        self._notice_contexts()
+        self._notice_changes()
+        call = ModuleCall(
+            path, parent, self.nodes.count, args=handed[0], kwargs=handed[1], lent=lent
+        )
+        self._contexts.append(contexts())
+        self.nodes.running.append(len(self.calls))
+        self.calls.append(call)
+        try:
+            if m._forward_pre_hooks or m._forward_hooks:
+                output, acted = call_watched(original, m, *args, **kwargs)
+                call.unsaid = call.unsaid or (HAS_HOOKS if acted else "")
+            else:
+                output = original(m, *args, **kwargs)
+            self._notice_changes()
+        finally:
+            self.nodes.running.pop()
+        call.unsaid = call.unsaid or odd_container(output)
+        if self.nodes.running:  # the model's own output is the graph's
+            with _Paused(self):
+                call.output = self.nodes.handed(output)
+        call.stop = self.nodes.count
+        return output
+
+    def _goes_by_its_name(self, m: nn.Module) -> bool:
+        if not isinstance(m, ParametrizationList):
+            return False
+        if id(m) not in self._by_name:
+            with _Paused(self):
+                self._by_name[id(m)] = goes_by_its_name(m)
+        return self._by_name[id(m)]
+
+    def _is_lent(self, m: nn.Module) -> bool:
+        """Whether a module runs on other tensors than its own (``torch.func.functional_call``)."""
+        parts = m.modules() if self.is_leaf(m) and m._modules else [m]
+        for part in parts:
+            given, own = _tensors(part), self._own.get(id(part), ())
+            if len(given) != len(own) or not all(map(operator.is_, given, own)):
+                return True
+        return False
+
+    def _not_the_models(self) -> bool:
+        """Whether a call is covered by a leaf's node, or made by another thread."""
+        return self._suspended or threading.get_ident() != self._thread
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._suspended:
+            return func(*args, **kwargs)
+        self._inside_torch = True
+        try:
+            return self._torch_call(func, args, kwargs)
+        finally:
+            self._inside_torch = False
+
+    def python_call(self, function: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of a registered function that PyTorch does not tell of."""
+        if self._not_the_models():
+            return run(*args, **kwargs)
+        known = for_function(function) is not None
+        with _Paused(self):
+            return self._record("call_function", function, run, args, kwargs, known=known)
+
+    def wrapped(self, value: torch.Tensor, variable: torch.Tensor) -> None:
+        """What a variable wraps is what it is."""
+        if not self._not_the_models():
+            self.nodes.learn(variable, self.nodes.tensor(value), ())
+
+    def scripted(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+        """A compiled function does what the function does that it was compiled from."""
+        if self._not_the_models():
+            return original(function, *args, **kwargs)
+        source = scripted_from(function)
+        if source is None:
+            raise ModelError(
+                f"{type(self.model).__name__} calls a function that torch.jit.trace made: "
+                f"{where()}. Call the function that it was made from"
+            )
+        return source(*args, **kwargs)
+
+    def _notice_contexts(self) -> None:
+        """What a graph does not hold: under which contexts a module's code makes its calls."""
+        if self.nodes.running and contexts() != self._contexts[self.nodes.running[-1]]:
+            self._unsaid(OWN_CONTEXT)
+
+    def _notice_changes(self) -> None:
+        changed = self._kept.changed()
+        if changed:
+            self._unsaid(f"changes what is in {changed} as it runs")
+
+    def _unsaid(self, what: str) -> None:
+        for i in self.nodes.running[-1:]:
+            self.calls[i].unsaid = self.calls[i].unsaid or what
+
+    def _torch_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch._C._set_grad_enabled:
+            self._unsaid("switches the recording of gradients on or off")
+        if func == _SHAPE or func is _SIZE:
+            return self._read_size(func, args, kwargs)
+        kind, target = "call_function", func
+        name = getattr(func, "__name__", "")
+        if name == "new" and len(args) > 1 and isinstance(args[1], torch.Size):
+            args = (args[0], *args[1])  # it would take a tuple for data
+        if name == "__len__":
+            return self._read_length(func, args)
+        if name == "__set__":  # of ``.data``
+            self.nodes.given_data.add(id(args[0]))
+        if name in ("numel", "nelement"):
+            x = args[0] if args else kwargs["input"]
+            return sizes.traced_size(self.nodes.tensor(x), x.shape).numel()
+        if name == "item" and self.nodes.number(args[0]) is not args[0]:
+            return self.nodes.number(args[0])
+        if name in READ_PAST_SIZES:
+            self._unsaid(f"goes by the {name} of a tensor")
+        if name == "__get__":
+            return self._record_property(func, args)
+        if name in ("__getitem__", "__setitem__"):
+            args = (args[0], _index_of_tensors(args[1]), *args[2:])
+        if name == "__getitem__":
+            target = operator.getitem
+        elif getattr(torch.Tensor, name, None) is func and not name.startswith("__"):
+            kind, target = "call_method", name
+        elif func in OPERATORS:  # which go by the name of what they wrap
+            kind, target = "call_method", OPERATORS[func]
+        pattern = for_function(func)
+        if pattern is not None and pattern.kind == "unseen":
+            return func(*args, **kwargs)
+        value = self._record(kind, target, func, args, kwargs, known=pattern is not None)
+        self._follow_numbers(name, args, value)
+        return value
+
+    def _follow_numbers(self, name: str, args: Any, value: Any) -> None:
+        """Sizes that a tensor holds: ``torch.tensor([width])[0]``."""
+        if name in ("tensor", "as_tensor"):
+            self.nodes.holds(value, args[0] if args else None)
+        elif name == "__getitem__":
+            held, index = self.nodes.numbers(args[0]), args[1]
+            places = index if isinstance(index, tuple) else (index,)
+            if held is not None and all(type(place) is int for place in places):
+                self.nodes.holds(value, reduce(operator.getitem, places, held))
+
+    def _read_size(self, func: Any, args: Any, kwargs: Any) -> Any:
+        value = func(*args, **kwargs)
+        node = self.nodes.tensor(args[0])
+        if isinstance(value, torch.Size):
+            frame = frame_of_model()
+            return sizes.traced_size(node, value, frame and frame.f_code)
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        return sizes.traced(value, sizes.Dimension(node, int(dim) % args[0].dim()))
+
+    def _read_length(self, func: Any, args: Any) -> int:
+        """``len(x)``, which Python makes a plain number."""
+        value = func(*args)
+        if self.nodes.running:
+            size = sizes.traced(value, sizes.Dimension(self.nodes.tensor(args[0]), 0))
+            question = sizes.Question(int, (size,), value, where())
+            self.calls[self.nodes.running[-1]].questions.append(question)
+        return value
+
+    def _record_property(self, func: Any, args: Any) -> Any:
+        value = func(*args)
+        if func.__self__.__name__ in READ_PAST_SIZES:
+            self._unsaid(f"goes by the {func.__self__.__name__} of a tensor")
+        if isinstance(value, TOLD):
+            self.nodes.tells(args[0], func.__self__.__name__, value)
+        if not isinstance(value, torch.Tensor) or func.__self__.__name__ in ("grad", "_grad"):
+            return value
+        arguments = (self.nodes.tensor(args[0]), func.__self__.__name__)
+        node = self.nodes.add(self.nodes.graph.call_function(getattr, arguments), value)
+        node.meta["where"] = where()
+        self.nodes.learn(value, node, ())
+        return value
+
+    def _record(
+        self, kind: str, target: Any, run: Callable, args: Any, kwargs: Any, *, known: bool
+    ) -> Any:
+        """Run one call and write it as a node; without a pattern, with the aten ops beneath it."""
+        self._notice_contexts()
+        setitem = op_name(target) == "setitem"
+        if setitem:
+            target, known = set_item, for_function(set_item) is not None
+        before = [(t, t._version) for t in tree.tensors((args, kwargs)) if not t.is_inference()]
+        inputs = (self.nodes.argument(args), self.nodes.argument(kwargs))
+        beneath = None
+        if known:
+            value = run(*args, **kwargs)
+        else:
+            beneath = AtenRecorder(self.nodes, before)
+            with beneath:
+                value = run(*args, **kwargs)
+        strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
+        cast = strided and args and value is args[0] and op_name(target) in _CASTS
+        if cast and id(value) not in self.nodes.named and not torch.is_grad_enabled():
+            value = torch.ops.aten.alias(value)  # it is another for inputs of another type
+        changed = [t for t, version in before if t._version != version]
+        if not changed and not tree.tensors(value):
+            if op_name(target) in _READS_DATA:
+                # What a check asked, new code need not ask.
+                for i in () if is_check(frame_of_model(), value) else self.nodes.running:
+                    self.calls[i].reads_data = True
+                for t, _ in before:
+                    self.nodes.escapes(t, op_name(target))
+            elif target == "type":
+                self.nodes.tells(args[0], "type", value)
+            return value  # a number, a flag, nothing: not part of the data flow
+        node = self.nodes.add(
+            self.nodes.graph.create_node(kind, target, *inputs), args[0] if setitem else value
+        )
+        frame = frame_of_model()
+        node.meta["where"] = line_of(frame)
+        node.meta["site"] = None if frame is None else (frame.f_code, frame.f_lasti)
+        if torch.is_grad_enabled():  # the model's own code has seen to it: nobody else has
+            node.meta["grad"] = True
+        if beneath is not None:
+            node.meta["aten"] = beneath.finish(value)
+            if not changed and not followed(node.meta["aten"]):
+                node.meta["pattern"] = self._probed(node, run, args, kwargs, value)
+        result = args[0] if setitem else value
+        self.nodes.learn(result, node, ())
+        for t in changed:
+            self.nodes.changed_in_place(t, node, result)
+        return value
+
+    def _probed(
+        self, node: fx.Node, run: Callable, args: Any, kwargs: Any, value: Any
+    ) -> Pattern | None:
+        """What probing says of a call, once for all calls on tensors of the same shapes."""
+        target = node.target
+        name = op_name(target) or getattr(target, "__name__", str(target))
+        said = spec((args, kwargs))
+        if _has_objects((args, kwargs), said):  # which may be others at the next call
+            return probe(name, run, args, kwargs, value)
+        key = ("probed", node.op, target, repr(said))
+        if key not in self._probes:
+            self._probes[key] = probe(name, run, args, kwargs, value)
+        return self._probes[key]
+
+
+def _index_of_tensors(index: Any) -> Any:
+    """An index with tensors in the place of NumPy's arrays, which PyTorch takes for such."""
+    if isinstance(index, np.ndarray):
+        return torch.from_numpy(index)
+    return tree.rebuild(index, _index_of_tensors) if isinstance(index, tuple) else index
+
+
+def _has_objects(value: Any, said: Any) -> bool:
+    """Whether anything is in a value that its spec does not tell apart."""
+    if isinstance(value, dict):
+        return any(_has_objects(item, said[key]) for key, item in value.items())
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_objects, value, said))
+    return said is None and value is not None
+
+
+def _tensors(m: nn.Module) -> list[Any]:
+    return [*m._parameters.values(), *m._buffers.values()]
+
+
+class _Paused:
+    """Torch calls inside are not the model's, or are covered by a leaf's node: they need not come
+    by the recorder, unless the model has a mode of its own on top of it. No generator, which would
+    take longer at every call."""
+
+    __slots__ = ("_mode", "_recorder")
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __enter__(self) -> None:
+        own = overrides._get_current_function_mode() is self._recorder
+        self._mode = overrides._pop_mode() if own else None
+        self._recorder._suspended = True
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder._suspended = False
+        if self._mode is not None:
+            overrides._push_mode(self._mode)

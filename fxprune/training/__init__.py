@@ -1,0 +1,1 @@
+"""Pruning what is trained: in the middle of it, or what it has left dead."""
