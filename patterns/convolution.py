@@ -29,60 +29,68 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border, moves=True
         )
         for axis in weight.touching([1 if transposed else 0]):
             a.makes(axis)
+    i, o = (0, 1) if transposed else (1, 0)  # the dimensions of the weight that read, and make
     channel = len(x.shape) - len(kernel) - 1
     others = [d for d in range(len(x.shape)) if d != channel]
     beside = x.touching(others)
     apart = beside and all(channel not in axis.dims for axis in beside)
     if apart and not moves and {*kernel} == {1} and groups == 1:
         # A linear layer at each place: what lies beside its channels may be channels, too.
-        i, o = (0, 1) if transposed else (1, 0)
         w = call.tensor(weight, {"out": (o,), "in": (i,)}, w_shape)
         w = remap(w, {0: 0, 1: 1}, w_shape[:2])
         y = a.contract(call, x, w, [(channel, i)], [], {d: d for d in others}, {o: channel}, shape)
         return add_bias(a, call, y, bias, channel)
     x = a.freeze_dims(x, others, "a convolution slides over them or they are its batch", call)
-    # The model as it is tells what kind it is: a group may be left with one channel.
-    grouped, before = groups > 1, (old[0] // groups, old[1])
-    if grouped and 1 in before:  # groups can go as a whole
-        named = isinstance(weight, Named)
-        groups = a.groups_of(weight, groups) if named else w_shape[0] // before[0]
-    first, second = w_shape[0] // groups, w_shape[1]
-    reads, makes = (first, second) if transposed else (second, first)
-    reads_one, makes_one = (n == 1 for n in (before if transposed else before[::-1]))
-    view = (groups, first, second, *kernel)
-    i, o = (1, 2) if transposed else (2, 1)
-    if not grouped:
-        flat = (first, second, *kernel)
-        w_in = call.tensor(weight, {"in": (i - 1,)}, flat)
-        w_out = call.tensor(weight, {"out": (o - 1,)}, flat)
-        a.consume(call, x, w_in, [(channel, i - 1)], border)
-        y = made_by(remap(w_out, {o - 1: channel}, shape))
+    if groups == 1:
+        w_in = call.tensor(weight, {"in": (i,)}, w_shape)
+        w_out = call.tensor(weight, {"out": (o,)}, w_shape)
+        a.consume(call, x, w_in, [(channel, i)], border)
+        y = made_by(remap(w_out, {o: channel}, shape))
     else:
-        parts = a.view(call, x, (*x.shape[:channel], groups, reads, *x.shape[channel + 1 :]))
-        w_out = call.tensor(weight, {"out": tuple(sorted((0, o)))}, view)
-        made = remap(w_out, {0: 0, o: 1}, (groups, makes))
-        if reads_one:  # depthwise: a group is one channel with its filters
-            taken = remap(parts, {channel: 0}, (groups, 1))
-            computed = isinstance(weight, Channels)
-            met = a.meet(call, [made, taken], zero_by_one if computed else None, (groups, makes))
-            # Filters of one channel are told apart by their own labels, in the order they have now.
-            w_out = call.tensor(weight, {"out": tuple(sorted((0, o)))}, view)
-            own = a.emit(remap(w_out, {0: 0, o: 1}, (groups, makes)), (0, 1), None)
-            made = met if computed else own  # whose removed slices are masked
-        else:
-            w_in = call.tensor(weight, {"in": tuple(sorted((0, i)))}, view)
-            a.consume(call, parts, w_in, [(channel, 0), (channel + 1, i)], border)
-            if makes_one:  # a group goes with its one filter
-                taken = remap(parts, {channel: 0, channel + 1: 1}, (groups, reads))
-                a.meet(call, [made, taken], None, (groups, reads))
-            else:
-                for axis in [*made.axes, *w_in.axes]:  # every group keeps equally many channels
-                    a.hold(axis, [0])
-                for axis in parts.touching([channel]):
-                    a.hold(axis, [channel])
-        y = a.view(call, made, (groups * makes,))
-        y = remap(y, {0: channel}, shape)
+        # The model as it is tells what kind it is: a group may be left with one channel.
+        before = old[0] // groups, old[1]
+        if 1 in before:  # groups can go as a whole
+            named = isinstance(weight, Named)
+            groups = a.groups_of(weight, groups) if named else w_shape[0] // before[0]
+        view = groups, w_shape[0] // groups, *w_shape[1:]
+        one = before[i] == 1, before[o] == 1
+        made = of_groups(a, call, x, weight, view, (channel, i + 1, o + 1), one, border)
+        y = remap(a.view(call, made, (made.shape[0] * made.shape[1],)), {0: channel}, shape)
     return add_bias(a, call, y, bias, channel)
+
+
+def of_groups(a, call, x, weight, view, dims, one, border):
+    """(groups, channels that each makes), from a weight seen as (groups, …).
+
+    ``dims`` are that of the channels in ``x``, and those of the weight that read and make;
+    ``one`` tells whether a group reads one channel, and whether it makes one."""
+    channel, i, o = dims
+    parts = (view[0], view[i])
+    taken = a.view(call, x, (*x.shape[:channel], *parts, *x.shape[channel + 1 :]))
+
+    def filters():
+        w = call.tensor(weight, {"out": tuple(sorted((0, o)))}, view)
+        return remap(w, {0: 0, o: 1}, (view[0], view[o]))
+
+    made = filters()
+    if one[0]:  # depthwise: a group is one channel with its filters
+        taken = remap(taken, {channel: 0}, (view[0], 1))
+        computed = isinstance(weight, Channels)
+        met = a.meet(call, [made, taken], zero_by_one if computed else None, made.shape)
+        # Filters of one channel are told apart by their own labels, in the order they have now.
+        own = a.emit(filters(), (0, 1), None)
+        return met if computed else own  # whose removed slices are masked
+    w_in = call.tensor(weight, {"in": tuple(sorted((0, i)))}, view)
+    a.consume(call, taken, w_in, [(channel, 0), (channel + 1, i)], border)
+    if one[1]:  # a group goes with its one filter
+        taken = remap(taken, {channel: 0, channel + 1: 1}, parts)
+        a.meet(call, [made, taken], None, parts)
+        return made
+    for axis in [*made.axes, *w_in.axes]:  # every group keeps equally many channels
+        a.hold(axis, [0])
+    for axis in taken.touching([channel]):
+        a.hold(axis, [channel])
+    return made
 
 
 def made_by(filters):

@@ -101,7 +101,7 @@ def test_einops_layers_are_followed():
 def test_looking_for_caches_asks_nothing_of_what_lies_in_modules():
     code = (
         "import sys, types\n"
-        "from fxprune import caches\n"
+        "from fxprune.tracing import caches\n"
         "class Shy:\n"
         "    def __getattr__(self, name): raise RuntimeError(name)\n"
         "    __class__ = property(lambda self: 1 / 0)\n"

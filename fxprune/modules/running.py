@@ -7,12 +7,9 @@ import gc
 import inspect
 import random
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import is_dataclass
-from functools import partial
-from operator import is_
 from typing import Any
 
 import numpy as np
@@ -21,7 +18,8 @@ from torch import Tensor, fx, nn
 
 from ..errors import SettingError
 from . import tree
-from .inspecting import OF_TORCH, is_torchs_layer, parts_of
+from .inspecting import is_torchs_layer, parts_of
+from .snapshot import Snapshot
 
 # Running a model sets and draws what is the process's: modes, seeds, the code of modules' calls.
 LOCK = threading.RLock()
@@ -91,20 +89,6 @@ def on_cpu() -> Iterator[None]:
         _users_device.reset(token)
 
 
-_EMPTY: dict[str, Any] = {}
-# Generators of random numbers that a module may have: how their state is read and set.
-_STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
-    random.Random: (random.Random.getstate, random.Random.setstate),
-    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
-    np.random.Generator: (
-        lambda g: g.bit_generator.state,
-        lambda g, state: setattr(g.bit_generator, "state", state),
-    ),
-}
-_PLAIN = frozenset((bool, int, float, str, type(None), tuple))
-
-
 @contextlib.contextmanager
 def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
     """Eval mode inside; or training mode, but for PyTorch's own layers: a norm might not run in it.
@@ -119,41 +103,8 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
 
 def _evaluating(model: nn.Module, training: bool) -> Iterator[None]:
     modules = parts_of(model)
-    # Parameters, buffers, children and hooks are in dictionaries of their own, most of them empty.
-    spaces: list[tuple[dict, dict]] = []
-    lists: list[tuple[Any, list]] = []
-    held: list[Any] = []
-    drawn: list[Callable[[], Any]] = []
-    for m in modules:
-        own = vars(m)
-        spaces.append((own, dict(own)))
-        for key, value in own.items():
-            kind = type(value)
-            if kind in _PLAIN:
-                continue
-            if isinstance(value, dict):
-                spaces.append((value, dict(value) if value else _EMPTY))
-            elif isinstance(value, (list, set, deque)):
-                lists.append((value, list(value)))
-            elif kind in _STATES:
-                read, write = _STATES[kind]
-                drawn.append(partial(write, value, read(value)))
-            if key not in OF_TORCH and isinstance(value, (dict, list, set, deque)):
-                inside = value.values() if isinstance(value, dict) else value
-                held += [t for t in inside if type(t) is Tensor and _can_be_set_back(t)]
-            # Those with a history are computed anew before each run (nn.utils.weight_norm).
-            elif isinstance(value, Tensor) and value.is_leaf and _can_be_read(value):
-                held.append(value)
-        # Some models count calls or keep caches in their buffers, even in eval mode.
-        held += [b for b in m._buffers.values() if b is not None]
-        if getattr(m, "max_norm", None) is not None:  # an embedding: it scales the rows it reads
-            held += [p for p in m._parameters.values() if p is not None]
-    buffers = [
-        (b, b.data, b.detach().clone(), None if b.is_inference() else b._version, b.requires_grad)
-        for b in {id(t): t for t in held}.values()
-    ]
-    parameters = [p for m in modules for p in m._parameters.values() if p is not None]
-    memories = [(p, p.data) for p in parameters if p.layout == torch.strided]
+    before = Snapshot(modules)
+    parameters = (p for m in modules for p in m._parameters.values() if p is not None)
     devices = {p.device.index for p in parameters if p.device.type == "cuda"}
     device = _users_device.get() or contextlib.nullcontext()
     with _seeds(sorted(d for d in devices if d is not None)), device:
@@ -165,38 +116,7 @@ def _evaluating(model: nn.Module, training: bool) -> Iterator[None]:
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
-            for set_back in drawn:
-                set_back()
-            for space, before in spaces:
-                if space or before:
-                    _restore(space, before)
-            for value, items in lists:
-                if len(value) != len(items) or not all(map(is_, value, items)):
-                    value.clear()
-                    (value.update if isinstance(value, set) else value.extend)(items)
-            for parameter, memory in memories:
-                if parameter.data_ptr() != memory.data_ptr() or parameter.shape != memory.shape:
-                    parameter.data = memory
-            with torch.no_grad():
-                for buffer, memory, values, version, grad in buffers:
-                    if buffer.layout != torch.strided:
-                        same = version is not None and buffer._version == version
-                    else:  # no version tells of writes through ``.data``, or of norms that train
-                        if buffer.data_ptr() != memory.data_ptr() or buffer.shape != memory.shape:
-                            buffer.data = memory
-                        same = _alike(buffer, values)
-                    if not same:
-                        buffer.copy_(values)
-                    if buffer.requires_grad != grad:
-                        buffer.requires_grad_(grad)
-
-
-def _can_be_set_back(t: Tensor) -> bool:
-    return t.is_leaf and t.layout == torch.strided and _can_be_read(t)
-
-
-def _can_be_read(t: Tensor) -> bool:
-    return not t.is_meta and not t.is_nested
+            before.restore()
 
 
 @contextlib.contextmanager
@@ -209,18 +129,6 @@ def _seeds(devices: Sequence[int]) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpys)
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    if a.dtype.itemsize == 1 and a.is_floating_point():  # which cannot be compared
-        a, b = a.view(torch.uint8), b.view(torch.uint8)
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def _restore(space: dict[str, Any], before: dict[str, Any]) -> None:
-    if space.keys() != before.keys() or not all(map(is_, space.values(), before.values())):
-        space.clear()
-        space.update(before)
 
 
 def describe(value: Any) -> str:

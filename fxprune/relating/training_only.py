@@ -69,12 +69,12 @@ def _met(there: Relations, relations: Relations, own: set[str]) -> list[Stays]:
     here = {s.key: relations.of(s).reshape(-1) for s in relations.sources}
     found = []
     for source in there.sources:
-        key, classes = source.key, there.of(source).reshape(-1)
-        if key in here:
-            met = np.flatnonzero(np.isin(classes, list(owners)) & (here[key] > 0))
+        classes = there.of(source).reshape(-1)
+        if source.key in here:
+            met = np.flatnonzero(np.isin(classes, list(owners)) & (here[source.key] > 0))
             if len(met):
                 reason = f"{owners[int(classes[met[0]])]} meets them, in training mode alone"
-                found.append(Stays(key, met, reason))
+                found.append(Stays(source.key, met, reason))
     return found
 
 
@@ -86,11 +86,10 @@ def _returned(there: Relations, relations: Relations) -> list[Stays]:
     here = {s.key: relations.of(s).reshape(-1) for s in relations.sources}
     found = []
     for source in there.sources:
-        key = source.key
         own = is_output[source.first : source.first + source.size]
-        slices = np.flatnonzero(own & (here[key] > 0 if key in here else False))
+        slices = np.flatnonzero(own & (here[source.key] > 0 if source.key in here else False))
         if len(slices):
-            found.append(Stays(key, slices, f"{IS_OUTPUT}, in training mode alone"))
+            found.append(Stays(source.key, slices, f"{IS_OUTPUT}, in training mode alone"))
     return found
 
 

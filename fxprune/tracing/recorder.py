@@ -318,15 +318,8 @@ class Recorder(TorchFunctionMode):
             value = torch.ops.aten.alias(value)  # it is another for inputs of another type
         changed = [t for t, version in before if t._version != version]
         if not changed and not tree.tensors(value):
-            if op_name(target) in _READS_DATA:
-                # What a check asked, new code need not ask.
-                for i in () if is_check(frame_of_model(), value) else self.nodes.running:
-                    self.calls[i].reads_data = True
-                for t, _ in before:
-                    self.nodes.escapes(t, op_name(target))
-            elif target == "type":
-                self.nodes.tells(args[0], "type", value)
-            return value  # a number, a flag, nothing: not part of the data flow
+            self._python_reads(target, args, [t for t, _ in before], value)
+            return value
         node = self.nodes.add(
             self.nodes.graph.create_node(kind, target, *inputs), args[0] if setitem else value
         )
@@ -344,6 +337,17 @@ class Recorder(TorchFunctionMode):
         for t in changed:
             self.nodes.changed_in_place(t, node, result)
         return value
+
+    def _python_reads(self, target: Any, args: Any, given: list[torch.Tensor], value: Any) -> None:
+        """A call that gives a number, a flag or nothing: what Python goes by from then on."""
+        if op_name(target) in _READS_DATA:
+            # What a check asked, new code need not ask.
+            for i in () if is_check(frame_of_model(), value) else self.nodes.running:
+                self.calls[i].reads_data = True
+            for t in given:
+                self.nodes.escapes(t, op_name(target))
+        elif target == "type":
+            self.nodes.tells(args[0], "type", value)
 
     def _probed(
         self, node: fx.Node, run: Callable, args: Any, kwargs: Any, value: Any
