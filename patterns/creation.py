@@ -38,9 +38,16 @@ def filled(first, value_at):
         value = {"zeros": 0.0, "ones": 1.0}.get(word)
         if value_at is not None:
             value = call.arg(value_at, "fill_value")
-        return a.blank(call, value if isinstance(value, (bool, int, float)) else None)
+        y = a.blank(call, value if isinstance(value, (bool, int, float)) else None)
+        return a.sized_by(y, numbers_given(call, first))
 
     return sizes, rule
+
+
+def numbers_given(call, first):
+    """The sizes from argument ``first`` on, as numbers and nodes."""
+    given = call.node.args[first:] or (call.node.kwargs.get("size", ()),)
+    return given[0] if given and isinstance(given[0], (tuple, list)) else given
 
 
 for names, first, value_at in (

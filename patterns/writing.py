@@ -8,7 +8,6 @@ import torch
 from fxprune.patterns.indexing import (
     as_tuple,
     is_data,
-    is_full,
     is_mask,
     masked_dims,
     new_index,
@@ -68,7 +67,7 @@ def setitem(a, call):
     a.distinguish(part)
     if written is not None:
         a.meet(call, [part, written], None, shape)
-    return a.overlaid(x, of_value(value), *where_known(x, index))
+    return a.overlaid(x, of_value(value), by_numbers(x, index))
 
 
 def of_value(value):
@@ -78,18 +77,11 @@ def of_value(value):
     return Channels((), scalar=value if isinstance(value, (int, float)) else None)
 
 
-def where_known(x, index):
-    """The index with all that is no channel dimension of ``x`` in full (None where it is data), and
-    whether it was: else slices are written in part."""
-    items, whole = [], True
-    for _, dim, item in per_dim(x, index):
-        if is_data(item) or isinstance(item, np.ndarray):
-            return None, False
-        if dim is not None and x.axis(dim) is None:
-            whole = whole and is_full(item)
-            item = 0 if isinstance(item, int) else slice(None)
-        items.append(item)
-    return tuple(items), whole
+def by_numbers(x, index):
+    """The index dimension by dimension, None where data are in it."""
+    items = [(dim, item) for _, dim, item in per_dim(x, index)]
+    data = any(is_data(item) or isinstance(item, np.ndarray) for _, item in items)
+    return None if data else items
 
 
 @register("index_add", "index_copy")
@@ -120,4 +112,5 @@ def put_beside(a, call, parts, dim):
 def copy(a, call):
     """y = what is copied, in the shape of x."""
     x, source = call.channels(), call.channels(1, "src")
-    return a.overlaid(a.meet(call, [x, source], None, x.shape), source, (...,), True)
+    met = a.meet(call, [x, source], None, x.shape)
+    return a.overlaid(met, source, by_numbers(met, ...))

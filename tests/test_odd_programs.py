@@ -176,7 +176,7 @@ def test_weights_that_are_divided_by_their_norm_cannot_be_masked():
     net = Net(lambda s, x: s.h(F.linear(x, s.w / s.w.norm(dim=1, keepdim=True)).relu()),
               w=parameter(8, 5), h=nn.Linear(8, 3))  # fmt: skip
     plan, _ = check(net, rows(), shrinks=False)
-    assert "makes NaN of masked ones" in dict(plan.skipped)["w"]
+    assert "makes no finite number of masked ones" in dict(plan.skipped)["w"]
 
 
 def test_channels_along_the_width_of_an_image_are_no_places_to_slide_over():
@@ -716,3 +716,19 @@ def test_looking_at_training_mode_leaves_flags_of_buffers_alone():
     net = Marks().eval()
     fxprune.prune(net, torch.ones(2, 3))
     assert not net.zero.requires_grad
+
+
+@pytest.mark.parametrize("scaled", [
+    lambda y, g: y / g, lambda y, g: y * g.log(), lambda y, g: y * g[:, 1:].rsqrt(),
+    lambda y, g: y / (g[:, 1:] - g[:, :-1]),
+])  # fmt: skip
+def test_parameters_of_which_a_mask_would_make_infinity_stay(scaled):
+    def forward(s, x):
+        return s.o(scaled(s.a(x)[..., None], s.g).flatten(1))
+
+    torch.manual_seed(0)
+    g = nn.Parameter(torch.rand(8, 4).cumsum(1) + 0.5)
+    width = scaled(torch.ones(2, 8, 1), g).flatten(1).shape[1]
+    net = Net(forward, a=nn.Linear(3, 8), g=g, o=nn.Linear(width, 2))
+    plan, _ = check(net, torch.randn(2, 3, dtype=torch.float64), shrinks=False)
+    assert "makes no finite number of masked ones" in dict(plan.skipped)["a"]

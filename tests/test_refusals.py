@@ -13,7 +13,9 @@ import fxprune
 from fxprune import errors
 from fxprune.schedules import MaskScheduler
 
+from .oracle import check
 from .snapshot import Snapshot
+from .test_trace import Net
 
 X = torch.ones(2, 6)
 
@@ -199,3 +201,30 @@ def test_a_new_head_behind_a_forward_that_was_written_is_refused_while_saving(tm
     small.head = nn.Linear(small.head.in_features, 3)
     with pytest.raises(fxprune.ModelError, match="this model has changed since"):
         fxprune.save(small, tmp_path / "small.safetensors")
+
+
+def test_layers_in_a_list_whose_parameters_are_registered_elsewhere_stay():
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = [nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))]
+            self.own = nn.ParameterList(p for b in self.blocks for p in b.parameters())
+
+        def forward(self, x):
+            return self.blocks[0](x)
+
+    plan, _ = check(Blocks().double(), torch.randn(4, 3, dtype=torch.float64), shrinks=False)
+    assert any("also kept in blocks" in why for _, why in plan.skipped)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_counted_stays_where_the_code_goes_by_what_comes_of_it(seed):
+    def forward(s, x):
+        x = s.a(x)
+        way = x.mean((0, 2)).argmax().item()
+        return s.b(s.norm(x) * (1 + way))
+
+    torch.manual_seed(seed)
+    net = Net(forward, a=nn.Linear(3, 8), norm=nn.LayerNorm(8), b=nn.Linear(8, 2))
+    plan, _ = check(net, torch.randn(2, 9, 3, dtype=torch.float64), shrinks=False)
+    assert "goes by values that come of it" in dict(plan.skipped)["a"]

@@ -132,3 +132,41 @@ def test_what_removed_channels_say_goes_on_behind_a_write(write, low):
     told = write is not write_some_rows or low != (2, 3, 4, 5)
     assert torch.equal(small.b.bias, model.b.bias) != told
     check(model, X, shrinks=False)
+
+
+def test_of_two_channel_dimensions_one_is_written_by_number_and_the_other_as_a_whole():
+    def forward(s, x):
+        y = s.w(s.a(x))
+        z = torch.zeros_like(y)
+        z[:, 1], z[:, 3:5] = y[:, 1], 0.5
+        return s.b(s.o(z + y))
+
+    torch.manual_seed(0)
+    net = Net(forward, a=nn.Conv1d(3, 6, 1), w=nn.Linear(5, 4), o=nn.Linear(4, 2),
+              b=nn.Conv1d(6, 2, 1))  # fmt: skip
+    _, small = check(net, torch.randn(2, 3, 5, dtype=torch.float64))
+    assert small.w.out_features == 2 and small.a.out_channels < 6
+
+
+@pytest.mark.parametrize("write", [
+    lambda y, x: y[:, : x.shape[1]].copy_(x), lambda y, x: y[:, ::3].copy_(x),
+    lambda y, x: y[:, 0].copy_(x[:, 0]),
+])  # fmt: skip
+def test_as_many_rows_as_the_input_has_are_no_width(write):
+    """Positions that the example did not read have to stay for inputs that do."""
+
+    def forward(s, x):
+        x = s.l(x)
+        b, t, d = x.shape
+        y = x.new_zeros(b, 3 * t, d)
+        write(y, x)
+        return s.o(y + s.positions[:, : y.shape[1]])
+
+    torch.manual_seed(0)
+    positions = nn.Parameter(torch.randn(1, 40, 8))
+    net = Net(forward, positions=positions, l=nn.Linear(3, 8), o=nn.Linear(8, 2))
+    x = torch.randn(2, 4, 3, dtype=torch.float64)
+    plan, small = check(net, x)
+    assert small.positions.shape == (1, 40, 4)
+    longer = torch.randn(2, 9, 3, dtype=torch.float64)
+    assert difference(run(plan.mask(net), longer), run(small, longer)) < 1e-9

@@ -16,9 +16,10 @@ from .inspecting import attributes_of, dotted
 def kept_besides(modules: Mapping[str, nn.Module]) -> dict[int, str]:
     """Where a tensor is kept that is no parameter or buffer there, by the tensor's id."""
     found: dict[int, str] = {}
+    parts = {id(module) for module in modules.values()}
     for path, module in modules.items():
         for key, value in attributes_of(module):
-            waiting, seen = [value], set()
+            waiting, seen = [value], set(parts)
             while waiting:
                 value = waiting.pop()
                 if isinstance(value, Tensor):
@@ -39,6 +40,9 @@ def inside(value: Any) -> list[Any]:
         return [value.__self__, value.__func__]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, nn.Module):  # in a list, say, so that it is no part of the model
+        own = (value._parameters, value._buffers, value._modules)
+        return [*(t for of in own for t in of.values()), *(v for _, v in attributes_of(value))]
     if isinstance(value, dict):
         return list(value.values())
     return list(value) if isinstance(value, (list, tuple, set, frozenset)) else []

@@ -41,6 +41,7 @@ class Algebra(Meanings):
         super().__init__(trace)
         self.values: dict[fx.Node, Any] = {}
         self.modules = trace.modules
+        self._varying: set[int] = set()  # labels of slices of which other inputs have others
 
     def unknown(self, call: Call, reason: str = "") -> Any:
         """A call that nothing is known about: what goes in stays whole, what comes out is rigid."""
@@ -72,7 +73,18 @@ class Algebra(Meanings):
         if not is_size(number):
             return any(map(self.varies, number.all_input_nodes))
         x = self.values[number.args[0]]  # type: ignore[index]
-        return isinstance(x, Channels) and x.axis(number.args[1]) is None  # type: ignore[arg-type]
+        if not isinstance(x, Channels):
+            return False
+        axis = x.axis(number.args[1])  # type: ignore[arg-type]
+        return axis is None or (axis.units.numel() > 0 and int(axis.units.min()) in self._varying)
+
+    def sized_by(self, x: Channels, numbers: Sequence[Any]) -> Channels:
+        """``x``, whose sizes are these numbers of the graph."""
+        for dim, number in enumerate(numbers):
+            axis = x.axis(dim)
+            if axis is not None and self.varies(number):
+                self._varying.update(axis.units.reshape(-1).tolist())
+        return x
 
     def member(self, call: Call, name: str) -> Named | None:
         """A parameter or buffer of the call's leaf module, or None where it has none."""

@@ -123,6 +123,25 @@ class Discover(Sayings):
             for item in leaves(self.values[node]):
                 for axis in self.channels(item).axes:
                     self.freeze(axis, reason, None, line)
+        self._check_counted()
+
+    def _check_counted(self) -> None:
+        """What calls count that are no modules' is compared by the recorded run: its way must not
+        depend on what they make."""
+        by_data = any(call.reads_data for call in self.trace.calls)
+        waiting = [node for node, *_ in self.trace.kept_whole] if by_data and self.counted else []
+        above: set[fx.Node] = set()
+        while waiting:
+            node = waiting.pop()
+            if node not in above:
+                above.add(node)
+                waiting += node.all_input_nodes
+        if any(note.node in above for note in self.counted):
+            for note in self.counted:
+                if note.node is not None and note.node.op != "call_module":
+                    why = f"{note.where} counts them, and the code goes by values that come of it"
+                    line = note.node.meta.get("where", "")
+                    self.freeze(Axis((0,), note.units), why, None, line)
 
     def keep(self, stays: Stays) -> None:
         labels = self._by_key[stays.key].labels().reshape(-1)[stays.slices]

@@ -16,6 +16,9 @@ from ..rules.call import Call, Named, Roles, map_specs, rigid
 from ..rules.channels import Axis, Channels
 from ..tracing.trace import Trace
 
+# Of an index each dimension, None where it makes one, with the number or slice that it has there.
+Index = Sequence[tuple[int | None, Any]]
+
 # What the first walk found of a call, question by question.
 Decisions = dict[fx.Node, list[Any]]
 
@@ -154,9 +157,8 @@ class Meanings:
         """``x``, every element of which is ``value`` from here on."""
         return x
 
-    def overlaid(self, x: Channels, value: Channels, index: Any, whole: bool) -> Channels:
-        """``x`` after ``x[index] = value``; ``whole``: all along the dimensions without channels.
-        ``index`` has no tensors, and is None where it is not known."""
+    def overlaid(self, x: Channels, value: Channels, index: Index | None) -> Channels:
+        """``x`` after ``x[index] = value``, where the index is known."""
         return x
 
     def forget(self, value: Any) -> Any:

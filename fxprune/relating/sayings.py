@@ -23,6 +23,7 @@ from ..rules.channels import Axis, Channels, SourceAxis, followed, laid_over, va
 from ..rules.shapes import with_rank
 from ..rules.spec import Spec
 from ..tracing.trace import Trace
+from .meanings import Index
 from .moments import Drawn, Masked
 from .walk import Walk
 
@@ -175,9 +176,10 @@ class Sayings(Walk):
         arrays = [a.expand(rows, *sizes) for a in laid]
         result = _called(function, arrays, dims, shape, together)
         if function == call.replay:  # and no rule that says NaN for what it does not know
-            if _may_have_nan(result[0]) and bool(_newly(result[0], unknown).any()):
+            if not math.isfinite(result[0].sum()) and _newly(result[0], arrays, unknown):
+                why = f"{call.name} makes no finite number of masked ones (1 / 0, say)"
                 for axis in (axis for axes in touched for axis in axes):
-                    self.freeze(axis, f"{call.name} makes NaN of masked ones (0 / 0, say)", call)
+                    self.freeze(axis, why, call)
                 return None, False
             if any(map(self.varies, call.node.all_input_nodes)):
                 # Nothing is sure but zeros that stay zeros.
@@ -234,10 +236,10 @@ class Sayings(Walk):
             axes.append(axis.saying(same[0].constant, axis.border) if same else axis)
         return y.with_axes(axes)
 
-    def overlaid(self, x: Channels, value: Channels, index: Any, whole: bool) -> Channels:
+    def overlaid(self, x: Channels, value: Channels, index: Index | None) -> Channels:
         if index is None or self.telling is None:
             return self.forget(x)
-        return x.with_axes(_overlaid(x, axis, value, index, whole) for axis in x.axes)
+        return Channels(x.shape, tuple(_overlaid(x, axis, value, index) for axis in x.axes))
 
     def forget(self, value: Any) -> Any:
         return Channels(value.shape, tuple(axis.saying(None) for axis in value.axes))
@@ -356,11 +358,16 @@ def _as_read(axis: Axis, dims: tuple[int, ...]) -> Axis:
     return Axis(tuple(d for d in axis.dims if d in dims), axis.units[first], said, axis.border)
 
 
-def _overlaid(x: Channels, axis: Axis, value: Channels, index: Any, whole: bool) -> Axis:
-    """An axis of ``x`` after ``x[index] = value``: what is written in part says a number where that
-    was there before."""
+def _overlaid(x: Channels, axis: Axis, value: Channels, index: Index) -> Axis:
+    """An axis of ``x`` after ``x[index] = value``: where only some of a slice is written, it says a
+    number if that was there before."""
+    own = [(item, dim is None or dim in axis.dims) for dim, item in index]
+    whole = all(mine or item == slice(None) for item, mine in own)
+    over = tuple([
+        item if mine else 0 if isinstance(item, int) else slice(None) for item, mine in own
+    ])  # fmt: skip
     places = torch.arange(axis.units.numel()).reshape(axis.units.shape)
-    places = laid_over(places[None], axis.dims, range(len(x.shape)))[0][index]
+    places = laid_over(places[None], axis.dims, range(len(x.shape)))[0][over]
     dims = varying(places)
     value = with_rank(value, places.dim())
     others = value.touching(dims)
@@ -400,9 +407,12 @@ def _may_have_nan(values: Tensor) -> bool:
     return math.isnan(values.sum().item())
 
 
-def _newly(row: Tensor, unknown: Tensor | None) -> Tensor:
-    """Where the first row of a result is NaN, though it was known."""
-    return row.isnan() if unknown is None else row.isnan() & ~unknown[0]
+def _newly(row: Tensor, arrays: Sequence[Tensor], unknown: Tensor | None) -> bool:
+    """Whether the first row of a result is NaN somewhere, or infinite though nothing of which it
+    was made is; but where it was not known."""
+    finite = functools.reduce(torch.logical_and, [t[0].isfinite() for t in arrays])
+    wrong = row.isnan() | (row.isinf() & finite)
+    return bool((wrong if unknown is None else wrong & ~unknown[0]).any())
 
 
 def _laid(x: Channels, axes: Sequence[Axis], dims: tuple[int, ...]) -> Tensor:
