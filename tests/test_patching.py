@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import os
 import pickle
 import random
@@ -673,3 +674,39 @@ def test_a_function_that_is_called_like_a_method_of_tensors_is_none():
 
     plan, small = check(Net(), torch.randn(2, 4, 6, dtype=torch.float64))
     assert small.a.out_features == 6 and "untaken" not in plan.code[""].methods[0][1]
+
+
+class Scaled(nn.Module):
+    """Attention as it is often written: its scale is a root of the width, and what it keeps of the
+    weights lets no forward be written from the graph."""
+
+    def __init__(self, scaled):
+        super().__init__()
+        self.heads, self.d_k, self.scaled, self.weights = 4, 4, scaled, None
+        self.q, self.k, self.v = nn.Linear(6, 16), nn.Linear(6, 16), nn.Linear(6, 16)
+        self.o = nn.Linear(16, 3)
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        q, k, v = (f(x).view(b, n, self.heads, self.d_k).transpose(1, 2)
+                   for f in (self.q, self.k, self.v))  # fmt: skip
+        self.weights = self.scaled_(q @ k.transpose(-2, -1), q).softmax(-1)
+        return self.o((self.weights @ v).transpose(1, 2).reshape(b, n, self.heads * self.d_k))
+
+    def scaled_(self, scores, q):
+        if self.scaled == "attribute":
+            return scores / math.sqrt(self.d_k)
+        if self.scaled == "size":
+            return scores / math.sqrt(q.size(-1))
+        if self.scaled == "variable":
+            scale = 1.0 / math.sqrt(self.d_k)
+            return scores * scale
+        return scores / float(self.d_k)
+
+
+@pytest.mark.parametrize("scaled", ["attribute", "size", "variable", "float"])
+def test_a_scale_that_is_a_root_of_a_width_stays_what_it_was(scaled):
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    plan, small = check(Scaled(scaled), x, attention="head_dim")
+    assert small.q.out_features == small.o.in_features == 8 and small.d_k == 2

@@ -144,7 +144,7 @@ class _Body:
         for question in self.call.questions:
             # Other inputs may have others: of what is no width.
             read = sizes.dimensions(question.operands)
-            if question.function in _LOSING and any(
+            if question.function in sizes.LOSING and any(
                 self.replay.is_free(o.source, o.dim) for o in read
             ):
                 raise CannotRewrite(f"{self.name} goes by {question}, and inputs may have others")
@@ -380,10 +380,6 @@ def factors(number: Any) -> tuple[list[Any], list[Any]]:
 
 
 _PLAIN = (bool, int, float, type(None))
-
-
-# Questions whose answer is a plain number: it does not know any more what it was made of.
-_LOSING = (int, float)
 
 
 def _nodes(value: Any) -> list[Any]:

@@ -22,8 +22,9 @@ from ..modules.inspecting import dotted
 from ..modules.near import methods_of_forward, package_of
 from ..parametrized.mask import parametrizations
 from ..parametrized.weight_norm import is_hooked
-from ..replaying.faults import Fault, WrongSize
+from ..replaying.faults import Fault, WrongAnswer, WrongSize
 from ..replaying.replay import Replay
+from ..rules import sizes
 from ..rules.registry import for_function
 from ..tracing.flags import may_read_mode
 from ..tracing.trace import Trace
@@ -74,17 +75,15 @@ class _Patching:
         texts = _before(self.cls)
         wrong: dict[Site, list[WrongSize]] = {}
         for fault in faults:
+            if isinstance(fault, WrongAnswer):
+                self._keep_answer(fault, replay)
+                continue
             if not isinstance(fault, WrongSize) or fault.node.meta.get("site") is None:
                 raise CannotPatch
             wrong.setdefault(fault.node.meta["site"], []).append(fault)
         for site, found in wrong.items():
             self._check_every_run(site, found)
-            name = self._name_of(self.cls, site[0])
-            if name is None:
-                raise CannotPatch
-            if name not in self.methods:
-                self.methods[name] = Method(self.cls, name)
-            method = self.methods[name]
+            method = self._method_of(site)
             for fault in found:
                 if fault.node is found[0].node:
                     method.replace(site, fault, replay)
@@ -92,6 +91,27 @@ class _Patching:
         texts |= {name: method.text() for name, method in self.methods.items()}
         originals = {name: method.source for name, method in self.methods.items()}
         return Patched(tuple(sorted(texts.items())), tuple(sorted(originals.items())))
+
+    def _method_of(self, site: Site | None) -> Method:
+        name = None if site is None else self._name_of(self.cls, site[0])
+        if name is None:
+            raise CannotPatch
+        if name not in self.methods:
+            self.methods[name] = Method(self.cls, name)
+        return self.methods[name]
+
+    def _keep_answer(self, fault: WrongAnswer, replay: Replay) -> None:
+        """A plain number that the code makes of a width (``math.sqrt(head_dim)``) is what it was
+        when it was recorded: what has come of it stands in the trace."""
+        asked = fault.question
+        free = (replay.is_free(o.source, o.dim) for o in sizes.dimensions(asked.operands))
+        if asked.function not in sizes.LOSING or any(free):
+            raise CannotPatch
+        for call in self.trace.calls:
+            for question in call.questions if call.path == self.path else ():
+                if question.key == asked.key:
+                    then = sizes.plain(question.operands[0])
+                    self._method_of(question.site).keep(question.site, fault.operands[0], then)
 
     def _check(self) -> None:
         module = self.module

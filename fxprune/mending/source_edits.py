@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import inspect
 import linecache
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from fractions import Fraction
 from itertools import starmap
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ..code import RESIZED, UNTAKEN, compiled, definition, inside
 from ..modules.source import imported, places_of
 from ..replaying.faults import WrongSize, same_sizes
 from ..replaying.replay import Replay
+from ..rules import sizes
 from ..rules.ops import argument_at, op_name
 from ..rules.registry import for_function
 from ..tracing.trace import is_size
@@ -167,6 +169,20 @@ class Method:
             raise CannotPatch
         given = argument_at(recorded, position, name)
         self._write(argument, given, fault.computed, fault.needed, replay)
+
+    def keep(self, site: Site, now: Any, then: Any) -> None:
+        """The only argument of a function of Python's own, which would be another one now."""
+        node: Any = self._at(id(site[0]), site[1])
+        if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1:
+            raise CannotPatch
+        name, called = getattr(node.func, "id", ""), self._global(node.func)
+        if called is None and name not in self._local:
+            called = getattr(builtins, name, None)
+        if not (called in sizes.LOSING or isinstance(called, BuiltinFunctionType)):
+            raise CannotPatch
+        at = node.args[0]
+        text = f"{self._own.arg}.{RESIZED}({self._old(at)}, {now!r}, {then!r})"
+        self._edit(*self._span(at), text)
 
     def _add(self, node: ast.Call, name: str, needed: Any) -> None:
         """An argument that the code leaves to its default."""

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 
@@ -27,6 +27,11 @@ def where() -> str:
 
 def line_of(frame: FrameType | None) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def site_of(frame: FrameType | None) -> tuple[CodeType, int] | None:
+    """The code that runs, and the place of its instruction."""
+    return None if frame is None else (frame.f_code, frame.f_lasti)
 
 
 def frame_of_model() -> FrameType | None:

@@ -158,6 +158,10 @@ class WrongAnswer(Fault):
     def words(self) -> str:
         return f"{self.question} was {self.question.answer} and would be {self.now}"
 
+    def attributes(self) -> Iterator[str]:
+        found = (o for number in self.question.operands for o in sizes.origins(number))
+        return (o.name for o in found if isinstance(o, sizes.Attribute))
+
     def proposals(self) -> Iterator[Proposal]:
         if self.question.function not in (operator.eq, operator.ne):
             return

@@ -64,6 +64,7 @@ class Question:
     operands: tuple[Any, ...]
     answer: Any
     where: str = ""  # file and line
+    site: Any = None  # the code that asked, and the place of its instruction
 
     @property
     def key(self) -> Any:
@@ -72,6 +73,10 @@ class Question:
 
     def __str__(self) -> str:
         return f"{self.function.__name__}({', '.join(str(plain(o)) for o in self.operands)})"
+
+
+# Questions whose answer is a plain number: it does not know any more what it was made of.
+LOSING = (int, float)
 
 
 class TracedInt(int):

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelError
 from ..modules import tree
-from ..modules.frames import frame_of_model, is_model_code, line_of, where
+from ..modules.frames import frame_of_model, is_model_code, line_of, site_of, where
 from ..modules.hooks import HooksAct, call_hooked, call_watched
 from ..modules.inspecting import is_torchs_layer, modules_of
 from ..modules.source import is_message
@@ -83,7 +83,10 @@ class Recorder(TorchFunctionMode):
                 return
             if self.nodes.running and not self._suspended and not self._inside_torch:
                 operands = tuple(map(self.nodes.own, operands))
-                question = sizes.Question(function, operands, answer, where())
+                frame = frame_of_model()
+                question = sizes.Question(
+                    function, operands, answer, line_of(frame), site_of(frame)
+                )
                 self.calls[self.nodes.running[-1]].questions.append(question)
 
         before, sizes.on_question = sizes.on_question, note
@@ -325,7 +328,7 @@ class Recorder(TorchFunctionMode):
         )
         frame = frame_of_model()
         node.meta["where"] = line_of(frame)
-        node.meta["site"] = None if frame is None else (frame.f_code, frame.f_lasti)
+        node.meta["site"] = site_of(frame)
         if torch.is_grad_enabled():  # the model's own code has seen to it: nobody else has
             node.meta["grad"] = True
         if beneath is not None:
