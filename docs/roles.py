@@ -13,11 +13,15 @@ class Roles(griffe.Extension):
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
-            text = re.sub(r":(?:func|class|meth|mod):`([^`]+)`", _link, obj.docstring.value)
+            role = r":(?:func|class|meth|mod|attr):`([^`]+)`"
+            text = re.sub(role, lambda found: _link(found[1], obj), obj.docstring.value)
             obj.docstring.value = re.sub(r"::$", ":", text, flags=re.M)
 
 
-def _link(found: re.Match[str]) -> str:
-    name = found[1]
-    where = name if "." in name else f"fxprune.{name}"
+def _link(name: str, obj: griffe.Object) -> str:
+    """A bare name is of the class or the module that speaks of it, or of fxprune."""
+    here: Any = obj
+    while "." not in name and here is not None and name not in here.members:
+        here = here.parent
+    where = name if "." in name or here is None else f"{here.path}.{name}"
     return f'<autoref identifier="{where}" optional><code>{name}</code></autoref>'

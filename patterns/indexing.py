@@ -10,7 +10,9 @@ from torch import fx
 
 from fxprune.rules.call import Named
 from fxprune.rules.channels import Channels, remap
+from fxprune.rules.ops import op_name
 from fxprune.rules.registry import register
+from fxprune.tracing.trace import after_write
 
 
 def per_dim(x, index):
@@ -79,6 +81,8 @@ def new_index(call, new):
             every = list(range(keep.before(len(keep))))
             if isinstance(items[place], slice) and every[items[place]] == at_of(item, every):
                 continue
+            if isinstance(item, list) and not may_be_a_list(call, items, place):
+                keep.refuse("what is left of it is not evenly spaced")
         elif isinstance(item, int):
             item = keep.before(item % len(keep))
         elif isinstance(item, list) and all(isinstance(i, int) for i in item):
@@ -91,6 +95,33 @@ def new_index(call, new):
         return {}
     alone = not isinstance(index, tuple) and as_tuple(index)[0] is index
     return {(1, "index"): items[0] if alone else tuple(items)}
+
+
+def may_be_a_list(call, items, place):
+    """Whether a list means what a slice means there: it is a copy, and goes with other lists and
+    numbers in pairs."""
+    alone = all(item is None or item is Ellipsis or isinstance(item, slice)
+                for i, item in enumerate(items) if i != place)  # fmt: skip
+    return alone and (call.word == "setitem" or not is_written(call.node))
+
+
+VIEWS = frozenset((
+    "getitem", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "T", "mT",
+    "swapaxes", "movedim", "select", "narrow", "squeeze", "unsqueeze", "expand", "chunk", "split",
+    "unbind", "detach", "data", "view_as",
+))  # fmt: skip
+
+
+def is_written(node):
+    """Whether its memory is written to later on."""
+    for user in node.users:
+        name = op_name(user.target) if user.op != "call_module" else ""
+        in_place = user.op == "call_method" and str(user.target).endswith("_")
+        if user.target is after_write or ((in_place or name == "setitem") and user.args[0] is node):
+            return True
+        if name in VIEWS and is_written(user):
+            return True
+    return False
 
 
 def stepped(positions):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from fxprune.patterns.indexing import (
     as_tuple,
     is_data,
+    is_full,
     is_mask,
     masked_dims,
     new_index,
@@ -67,7 +70,7 @@ def setitem(a, call):
     a.distinguish(part)
     if written is not None:
         a.meet(call, [part, written], None, shape)
-    return a.overlaid(x, of_value(value), by_numbers(x, index))
+    return told_apart(a.overlaid(x, of_value(value), by_numbers(x, index)), index, written)
 
 
 def of_value(value):
@@ -75,6 +78,16 @@ def of_value(value):
     if isinstance(value, Channels):
         return value
     return Channels((), scalar=value if isinstance(value, (int, float)) else None)
+
+
+def told_apart(x, index, written):
+    """Slices of a dimension that were all alike are not where some are written, or another
+    tensor's are."""
+    some = {dim for _, dim, item in per_dim(x, index) if not is_full(item)}
+    return x.with_axes(
+        replace(axis, blank=False) if written is not None or some & set(axis.dims) else axis
+        for axis in x.axes
+    )
 
 
 def by_numbers(x, index):

@@ -338,3 +338,16 @@ def test_semi_structured_weights_need_a_gpu_and_say_so():
     net = nn.Sequential(masks.block_norm(nn.Linear(32, 16), "weight", zeros_per_block=2))
     with pytest.raises(SettingError, match=r"GPU of compute capability 8\.0"):
         masks.to_semi_structured(net)
+
+
+@pytest.mark.parametrize("first", ["weight", "bias"])
+def test_parameters_stand_in_their_old_order_once_masks_are_off(first):
+    """An optimizer's state goes by it."""
+    layer = nn.GRUCell(4, 3)
+    names = [name for name, _ in layer.named_parameters()]
+    masked = sorted(names, key=lambda name: not name.startswith(first))
+    for name in masked:
+        masks.random_unstructured(layer, name, 0.5)
+    for name in names[::2] + names[1::2]:
+        masks.remove(layer, name)
+    assert [name for name, _ in layer.named_parameters()] == names

@@ -270,3 +270,72 @@ def test_noise_of_the_shape_of_one_number_is_not_the_number():
     net = Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 4), 
               one=nn.Parameter(torch.full((1,), 3.0)))  # fmt: skip
     check(net, drawn(5, 6))
+
+
+LOW = torch.tensor([5.0, 5, 0, 5, 5, 0, 0, 0, 0, 5, 5, 0])
+
+
+@pytest.mark.parametrize("read", [
+    lambda h: h[:, 1::2], lambda h: h[:, ::3].mul(2), lambda h: h[:, None, 1::2].flatten(1),
+    lambda h: h.unflatten(0, (2, 3))[..., ::4].flatten(0, 1),
+])  # fmt: skip
+def test_what_is_left_of_a_stepped_slice_may_be_unevenly_spaced(read):
+    """All steps of what is kept of 12, of which the scores leave no evenly spaced ones."""
+    torch.manual_seed(0)
+    width = read(torch.ones(6, 12)).shape[1]
+    net = Net(lambda s, x: s.b(read(s.a(x))), a=nn.Linear(3, 12), b=nn.Linear(width, 4))
+    _, small = check(net, drawn(6, 3), importance={"a": LOW})
+    assert small.a.out_features == 6
+
+
+def write_through(h):
+    h = h * 1
+    h[:, ::3].mul_(2)
+    h[:, 1::3].zero_()
+    return h
+
+
+def write_through_a_view_of_a_view(h):
+    h = h * 1
+    h[:, 1::3].t().exp_()
+    return h
+
+
+def write_after(h):
+    h = h * 1
+    part = h[:, 1::3]
+    h.mul_(3)
+    return torch.cat([h, part], 1)
+
+
+@pytest.mark.parametrize("written", [write_through, write_through_a_view_of_a_view, write_after],
+    ids=lambda f: f.__name__)  # fmt: skip
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stepped_slice_that_shares_memory_is_no_list(written, seed):
+    torch.manual_seed(seed)
+    width = written(torch.ones(6, 12)).shape[1]
+    net = Net(lambda s, x: s.b(written(s.a(x))), a=nn.Linear(3, 12), b=nn.Linear(width, 4))
+    check(net, drawn(6, 3), importance={"a": LOW}, shrinks=False)
+
+
+def test_a_stepped_slice_beside_a_list_is_no_list():
+    def forward(s, x):
+        h = s.a(x) * 1
+        h[:, ::2, [0, 2, 3]] = 0.5
+        return s.b(h)
+
+    torch.manual_seed(0)
+    net = Net(forward, a=nn.Conv1d(3, 12, 1), b=nn.Conv1d(12, 4, 1))
+    check(net, drawn(2, 3, 5), importance={"a": LOW}, shrinks=False)
+
+
+@pytest.mark.parametrize("beside", [
+    lambda s, x, i: s.e(i), lambda s, x, i: x[i], lambda s, x, i: i * x.new_ones(4),
+    lambda s, x, i: i, lambda s, x, i: x.index_fill(0, i, 0.5),
+])  # fmt: skip
+def test_positions_that_are_used_otherwise_too_are_not_written_anew(beside):
+    net = Net(lambda s, x: (beside(s, x, s.i), s.o(s.b(x)[:, s.i])), b=nn.Linear(3, 8),
+              o=nn.Linear(4, 2), e=nn.Embedding(9, 4))  # fmt: skip
+    net.register_buffer("i", torch.tensor([5, 0, 2, 7]))
+    plan, _ = check(net, drawn(8, 3), shrinks=False)
+    assert dict(plan.skipped)["b"] == "i is used for something else, too"

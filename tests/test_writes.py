@@ -170,3 +170,19 @@ def test_as_many_rows_as_the_input_has_are_no_width(write):
     assert small.positions.shape == (1, 40, 4)
     longer = torch.randn(2, 9, 3, dtype=torch.float64)
     assert difference(run(plan.mask(net), longer), run(small, longer)) < 1e-9
+
+
+def test_a_tensor_that_is_filled_in_part_is_not_alike_any_more():
+    def forward(s, x):
+        h = s.a(x).unflatten(-1, (2, 4))
+        t = torch.zeros(*h.shape[:2], 2, 4, dtype=x.dtype)
+        t[..., :2] = 1.5
+        return s.b((h + t).flatten(2))
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        net = awake(Net(forward, a=nn.Linear(3, 8), b=nn.Linear(8, 4)))
+        x = torch.randn(2, 5, 3, dtype=torch.float64)
+        for bias in ("drop", "propagate"):  # units are not alike: to permute them is no oracle
+            plan = fxprune.plan(net, x, attention="head_dim", bias=bias)
+            assert difference(run(plan.mask(net), x), run(plan.apply(net), x)) < 1e-9

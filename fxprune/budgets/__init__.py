@@ -1,5 +1,5 @@
 """Targets instead of a sparsity: the parameters, multiply-accumulates or time to come to.
 
-:mod:`.target` says what is asked for, :mod:`.counting` and :mod:`.latency` measure widths without
-running a model, :mod:`.budget` finds those that come nearest.
+:mod:`fxprune.choosing.target` says what is asked for, :mod:`.counting` and :mod:`.latency` measure
+widths without running a model, :mod:`.budget` finds those that come nearest.
 """

@@ -229,6 +229,8 @@ class Method:
             return
         if isinstance(at, ast.Starred) or not _can_be_written(needed):
             raise CannotPatch
+        if isinstance(at, ast.Slice) and not _is_constant(at):
+            raise CannotPatch
         self._edit(*self._span(at), self._text(at, given, computed, needed, replay))
 
     def _text(self, at: ast.expr, given: Any, computed: Any, needed: Any, replay: Replay) -> str:
@@ -359,7 +361,7 @@ def _sizes_in(value: Any) -> Iterator[tuple[fx.Node, int]]:
 def _is_constant(expression: ast.expr) -> bool:
     """Whether it is numbers alone."""
     parts = (node for node in ast.walk(expression) if isinstance(node, ast.expr))
-    number = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.Tuple, ast.List)
+    number = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.Tuple, ast.List, ast.Slice)
     return all(isinstance(node, number) for node in parts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ class Mask(nn.Module):
 
     keep: Tensor
     was = ""  # "attribute" or "not persistent": what a tensor was that is a buffer beneath the mask
+    order: Sequence[str] = ()  # of the module's parameters, before any of them was masked
 
     def __init__(self, keep: Tensor) -> None:
         super().__init__()
@@ -89,8 +91,11 @@ def take_off(module: nn.Module, name: str, *, others: bool = True) -> None:
     own_class(module)
     chain = parametrizations(module)[name]
     if is_of_masks(chain) or (others and not _can_make(module, name)):
-        was = masks_on(module, name)[0].was
+        was, order = masks_on(module, name)[0].was, masks_on(module, name)[0].order
         parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+        own = module._parameters  # an optimizer's state goes by their order
+        for key in [*(k for k in order if k in own), *(k for k in own if k not in order)]:
+            own[key] = own.pop(key)
         if was == "attribute":
             vars(module)[name] = module._buffers.pop(name)
         elif was:
@@ -126,6 +131,8 @@ def put_on(module: nn.Module, name: str, keep: Tensor) -> None:
         known[0].keep = known[0].keep & keep.to(known[0].keep.device)
         return
     mask = Mask(keep)
+    others = [each for other in masked_names(module) for each in masks_on(module, other)]
+    mask.order = others[0].order if others else list(module._parameters)
     if name in vars(module):  # PyTorch takes parameters and buffers only
         mask.was = "attribute"
         module.register_buffer(name, vars(module).pop(name).contiguous())

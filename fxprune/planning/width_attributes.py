@@ -1,8 +1,9 @@
 """Attributes that say a width and that no code of the run reads: ``model.num_features``.
 
 An attribute that the forward reads is set because its size would come out wrong; the others are for
-whoever uses the model. Their names are registered (:func:`.registry.width`), and their value
-has to be the width of something that the module's own code handles, the same before and after.
+whoever uses the model. Their names are registered (:func:`fxprune.rules.registry.width`), and their
+value has to be the width of something that the module's own code handles, the same before and
+after.
 """
 
 from __future__ import annotations

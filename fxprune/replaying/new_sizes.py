@@ -104,7 +104,11 @@ class Left:
         """How many of the slices before the one at ``at`` stay."""
         return int(self._same(self._rows[:, :at].sum(1)))
 
+    def refuse(self, reason: str) -> NoReturn:
+        """The call cannot have what is left of them."""
+        raise Mismatch(self._units, reason, self._call)
+
     def _same(self, each: Tensor) -> Tensor:
         if bool((each != each[0]).any()):
-            raise Mismatch(self._units, "its parts would have to keep different slices", self._call)
+            self.refuse("its parts would have to keep different slices")
         return each[0]

@@ -41,6 +41,17 @@ class Replay(Resizing):
     def run(self) -> None:
         self._tied_sizes()  # which the code may read
         super().run()
+        self._check_indices()
+
+    def _check_indices(self) -> None:
+        """A buffer of positions has one set of numbers for all that is done with it."""
+        for node in self.trace.graph.nodes:
+            new = self.indices.get(str(node.target)) if node.op == "get_attr" else None
+            if new is None or torch.equal(new, self.trace.tensor(str(node.target)).cpu()):
+                continue
+            name, told = str(node.target), self._told[str(node.target)]
+            if not all(user in told and torch.equal(told[user], new) for user in node.users):
+                raise Mismatch(self._indexed[name], f"{name} is used for something else, too", None)
 
     def resume(self, attributes: dict[str, Any]) -> None:
         """Go on with other attributes: calls that read them, or what others make of them, are
@@ -231,6 +242,11 @@ class Replay(Resizing):
 
     def index_values(self, call: Call, index: Named, x: Channels, dim: int) -> Tensor | None:
         """Positions among the kept channels."""
+        found = self._index_values(call, index, x, dim)
+        self._told.setdefault(index.name, {})[call.node] = found
+        return found
+
+    def _index_values(self, call: Call, index: Named, x: Channels, dim: int) -> Tensor:
         old = self.trace.tensor(index.name).cpu()
         source = next(n for n in call.node.all_input_nodes if n.target == index.name)
         holder = next(n for n in call.node.all_input_nodes if n is not source)
@@ -248,6 +264,7 @@ class Replay(Resizing):
         rank = torch.cumsum(keep, 0) - 1
         new = rank[old[keep[old]]]
         known = self.indices.setdefault(index.name, new)
+        self._indexed[index.name] = units
         if not torch.equal(known, new):
             raise Mismatch(units, f"{index.name} indexes two different sets of channels", call)
         return new

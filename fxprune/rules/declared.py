@@ -180,7 +180,7 @@ class Declared:
         return attributes
 
     def sink(self, folds: Mapping[str, str], targets: tuple[Any, ...]) -> Any:
-        """Where constants go, as :class:`.Pattern` says it in ``bias``."""
+        """Where constants go, as :class:`fxprune.Pattern` says it in ``bias``."""
         self._check([*folds, *folds.values()], "folds", self.layouts, "in the layout")
         for weight, bias in folds.items():
             own = [n for names in self.layouts[weight] for n in names]

@@ -153,7 +153,7 @@ def _layers() -> tuple[Layer, ...]:
 
 
 def width(*names: str) -> None:
-    """Register names of module attributes that say a width: :mod:`.width_attributes`."""
+    """Register attributes that say a width, by name: :mod:`fxprune.planning.width_attributes`."""
     _widths.update(names)
 
 

@@ -37,9 +37,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     changed them), and a file that was there is replaced when the new one is whole.
 
     Args:
-        model: what :func:`fxprune.prune`, :meth:`PruningPlan.apply` or :func:`fxprune.compact`
-            returned, as it is now: trained, pruned again, with masks of :mod:`fxprune.masks`, in
-            another type, on a GPU; or a model that has such a one in it.
+        model: what :func:`fxprune.prune`, :meth:`fxprune.PruningPlan.apply` or
+            :func:`fxprune.compact` returned, as it is now: trained, pruned again, with masks of
+            :mod:`fxprune.masks`, in another type, on a GPU; or a model that has such a one in it.
         path: where to.
 
     Raises:

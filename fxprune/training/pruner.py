@@ -92,7 +92,8 @@ class Pruner:
         kept: for each tensor that has changed, ``{dim: LongTensor}`` of the indices that are left
             of those before the first step; see :attr:`fxprune.PruningPlan.kept`.
         history: a :class:`PrunerStep` for each step.
-        plan: the :class:`fxprune.PruningPlan` of the last step; None before it, and after loading.
+        plan: the :class:`fxprune.PruningPlan` of the last step that removed something; None before
+            it, and after loading.
 
     Raises:
         PruningError: a setting, the model, the input or an optimizer cannot be used.
