@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import fxprune
@@ -172,6 +174,17 @@ def test_as_many_rows_as_the_input_has_are_no_width(write):
     assert difference(run(plan.mask(net), longer), run(small, longer)) < 1e-9
 
 
+@pytest.mark.parametrize("made", [torch.zeros_like, lambda h: torch.full(h.shape, 0.5).double()])
+def test_a_filled_tensor_says_its_number_to_heads(made):
+    def forward(s, x):
+        h = torch.sigmoid(s.a(x)).unflatten(-1, (2, 4))
+        return s.b((h + made(h)).flatten(2))
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 3, dtype=torch.float64)
+    check(Net(forward, a=nn.Linear(3, 8), b=nn.Linear(8, 2)), x)
+
+
 def test_a_tensor_that_is_filled_in_part_is_not_alike_any_more():
     def forward(s, x):
         h = s.a(x).unflatten(-1, (2, 4))
@@ -186,3 +199,38 @@ def test_a_tensor_that_is_filled_in_part_is_not_alike_any_more():
         for bias in ("drop", "propagate"):  # units are not alike: to permute them is no oracle
             plan = fxprune.plan(net, x, attention="head_dim", bias=bias)
             assert difference(run(plan.mask(net), x), run(plan.apply(net), x)) < 1e-9
+
+
+def places(n):
+    """Items of an index along a dimension of ``n`` slices."""
+    bounds = st.one_of(st.none(), st.integers(-n + 1, n - 1))
+    slices = st.builds(slice, bounds, bounds, st.sampled_from([None, 2, 3]))
+    return st.one_of(st.just(slice(None)), slices, st.integers(-n, n - 1))
+
+
+@settings(max_examples=settings.default.max_examples // 5)
+@given(st.data())
+def test_whatever_is_written_wherever(data):
+    cut = data.draw(st.booleans(), "heads")
+    shape = (3, 5, 2, 4) if cut else (3, 5, 8)
+    index = tuple(data.draw(places(n), "place") for n in shape)
+    value = data.draw(st.sampled_from(["number", "layer", "fixed", "itself"]), "value")
+    base = data.draw(st.sampled_from(["zeros", "zeros_like", "clone", "layer"]), "base")
+    added = data.draw(st.booleans(), "added")
+
+    def forward(s, x):
+        h, g = torch.sigmoid(s.a(x)).view(shape), torch.tanh(s.b(x)).view(shape)
+        t = {"zeros": lambda: torch.zeros(shape, dtype=x.dtype), "clone": h.clone,
+             "zeros_like": lambda: torch.zeros_like(h), "layer": lambda: g * 2}[base]()  # fmt: skip
+        t[index] = {"number": 0.5, "layer": g[index], "fixed": s.fixed[index],
+                    "itself": 2 * t[index]}[value]  # fmt: skip
+        return s.o((h + t if added else t).flatten(2))
+
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 3, dtype=torch.float64)
+    net = awake(Net(forward, a=nn.Linear(3, 8), b=nn.Linear(3, 8), o=nn.Linear(8, 2)))
+    net.register_buffer("fixed", torch.rand(shape, dtype=torch.float64))
+    how = {"attention": data.draw(st.sampled_from(["heads", "head_dim"]))} if cut else {}
+    for bias in ("propagate", "drop"):
+        plan = fxprune.plan(net, x, bias=bias, **how)
+        assert difference(run(plan.mask(net), x), run(plan.apply(net), x)) < 1e-9

@@ -420,9 +420,10 @@ def _laid(x: Channels, axes: Sequence[Axis], dims: tuple[int, ...]) -> Tensor:
     if not axes:
         value = torch.nan if x.scalar is None else x.scalar
         return torch.full((1,) * (1 + len(dims)), value, dtype=torch.float64)
-    values = [axis.says(dims) for axis in axes]
-    # Of several axes, which only another operand joins: no number but, where all are known, 0.
-    return values[0] if len(values) == 1 else 0.0 * sum(values[1:], values[0])
+    first, *others = (axis.says(dims) for axis in axes)
+    for said in others:  # of several axes, which only another operand joins: what they agree on
+        first = torch.where(first == said, first, torch.nan)
+    return first
 
 
 def _own(vector: Channels | None, axis: Axis, absent: float) -> Tensor | None:
