@@ -118,6 +118,25 @@ class SetsByObject(Positions):
         return super().forward(x)
 
 
+class SetUpInParts(Positions):
+    def __init__(self):
+        super().__init__()
+        self._build()
+
+    def _build(self):
+        self._fill(6)
+
+    def _fill(self, rows):
+        self.positions = table(rows)
+
+
+class FilledAsItRuns(SetUpInParts):
+    def forward(self, x):
+        if x.shape[1] > len(self.positions):
+            self._fill(x.shape[1])
+        return super().forward(x)
+
+
 class DefaultOfTheClass(Positions):
     positions = None
 
@@ -128,7 +147,7 @@ class RebuiltWhenCopied(Positions):
         self.positions = table()
 
 
-@pytest.mark.parametrize("kind", [Positions, Moved])
+@pytest.mark.parametrize("kind", [Positions, Moved, SetUpInParts])
 def test_a_tensor_that_only_init_sets_shrinks_with_what_it_meets(kind):
     _, small = check(kind(), X)
     assert small.positions.shape == (6, 6) and small.embed.out_features == 6
@@ -137,7 +156,16 @@ def test_a_tensor_that_only_init_sets_shrinks_with_what_it_meets(kind):
 
 @pytest.mark.parametrize(
     "kind",
-    [Sets, SetsByName, SetsInside, SetsWrapped, SetsByHelper, SetsInItsDictionary, SetsByObject],
+    [
+        Sets,
+        SetsByName,
+        SetsInside,
+        SetsWrapped,
+        SetsByHelper,
+        SetsInItsDictionary,
+        SetsByObject,
+        FilledAsItRuns,
+    ],
 )
 def test_a_tensor_that_the_models_code_sets_anew_stays_whole(kind):
     plan, small = check(kind(), X)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from .inspecting import dotted
-from .near import codes, near, package_of
+from .near import codes, names_in, near, package_of
 
 # What sets up a module, or moves it to another device or dtype.
 _SETTING_UP = frozenset({"__init__", "_apply", "to"})
+_TORCHS = frozenset(dir(nn.Module))  # which PyTorch may call at any time
 _ANY = "*"
 # Code with one of these can set attributes whose names are not written in it.
 _BY_NAME = frozenset({"setattr", "delattr", "vars", "__dict__", "__setattr__", "__delattr__"})
@@ -42,27 +43,48 @@ def fixed_tensors(modules: Mapping[str, nn.Module]) -> list[Fixed]:
         if type(value) is Tensor and value.layout == torch.strided
         and not value.requires_grad and not value.is_inference() and not hasattr(type(module), key)
     ]  # fmt: skip
-    if not found:
-        return found
-    set_anew = {name for module in {*modules.values()} for name in near(module, _set_by, _stored)}
-    return [each for each in found if set_anew.isdisjoint((_ANY, each.key))]
+    anew = _set_anew(modules) if found else ()
+    return [each for each in found if _ANY not in anew and each.key not in anew]
+
+
+def _set_anew(modules: Mapping[str, nn.Module]) -> set[str]:
+    """Attributes that code sets which is not there to set a module up."""
+    codes_of_all = {each for m in {*modules.values()} for each in near(m, _codes, _code_of)}
+    setting_up: set[str] = set()
+    more: set[str] | frozenset[str] = _SETTING_UP
+    while more:  # and what only that calls (``self._build()``)
+        setting_up |= more
+        called = [set[str](), set[str]()]
+        for each in codes_of_all:
+            called[each.method in setting_up] |= each.names
+        own = {each.method for each in codes_of_all}
+        more = {n for n in own & called[True] - called[False] - setting_up if n not in _TORCHS}
+    return {n for each in codes_of_all if each.method not in setting_up for n in each.stores}
+
+
+class _Code(NamedTuple):
+    """The names that a method has in its code, and the attributes that it sets."""
+
+    method: str
+    names: frozenset[str]
+    stores: frozenset[str]
 
 
 @functools.lru_cache(maxsize=512)
-def _set_by(cls: Any) -> frozenset[str]:
-    """Attributes that the code of a class sets, but for PyTorch's own and what sets a module up."""
-    code = [
-        value for base in cls.__mro__ if base is not object and package_of(base) != "torch"
-        for key, value in vars(base).items() if key not in _SETTING_UP
-    ]  # fmt: skip
-    return frozenset(name for value in code for name in _stored(value, package_of(cls)))
+def _codes(cls: Any) -> tuple[_Code, ...]:
+    """Of a class, but for PyTorch's own."""
+    return tuple(
+        each._replace(method=key) for base in cls.__mro__
+        if base is not object and package_of(base) != "torch"
+        for key, value in vars(base).items() for each in _code_of(value, package_of(cls))
+    )  # fmt: skip
 
 
-def _stored(function: Any, package: str) -> set[str]:
-    names: set[str] = set()
+def _code_of(function: Any, package: str) -> list[_Code]:
+    found = []
     for code in codes(function, package):
-        steps = dis.get_instructions(code)
-        names.update(s.argval for s in steps if s.opname in ("STORE_ATTR", "DELETE_ATTR"))
-        if not _BY_NAME.isdisjoint(code.co_names):
-            names.add(_ANY)
-    return names
+        steps = [s for s in dis.get_instructions(code) if s.opname in ("STORE_ATTR", "DELETE_ATTR")]
+        by_name = () if _BY_NAME.isdisjoint(code.co_names) else (_ANY,)
+        stores = frozenset((*(s.argval for s in steps), *by_name))
+        found.append(_Code("", frozenset(names_in(code)), stores))
+    return found
