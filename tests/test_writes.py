@@ -185,11 +185,16 @@ def test_a_filled_tensor_says_its_number_to_heads(made):
     check(Net(forward, a=nn.Linear(3, 8), b=nn.Linear(8, 2)), x)
 
 
-def test_a_tensor_that_is_filled_in_part_is_not_alike_any_more():
+@pytest.mark.parametrize("fill", [
+    lambda t: t[..., :2].add_(1.5), lambda t: t.select(-1, 1).fill_(1.5),
+    lambda t: t.index_fill_(-1, torch.tensor([0, 3]), 1.5), lambda t: t.__setitem__((..., 2), 1.5),
+    lambda t: t.__setitem__((..., slice(2)), 1.5),
+])  # fmt: skip
+def test_a_tensor_that_is_filled_in_part_is_not_alike_any_more(fill):
     def forward(s, x):
         h = s.a(x).unflatten(-1, (2, 4))
         t = torch.zeros(*h.shape[:2], 2, 4, dtype=x.dtype)
-        t[..., :2] = 1.5
+        fill(t)
         return s.b((h + t).flatten(2))
 
     for seed in range(4):
