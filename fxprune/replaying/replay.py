@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from ..rules.call import Call, Named, Roles
 from ..rules.channels import Axis, Channels, SourceAxis, blank_axes
-from ..rules.shapes import broadcast_shape
+from ..rules.shapes import broadcast_shape, view_dims
 from .answers import wrong_answers
 from .faults import Fault
 from .orders import Mismatch, matching
@@ -42,6 +42,24 @@ class Replay(Resizing):
         self._tied_sizes()  # which the code may read
         super().run()
         self._check_indices()
+        self._check_dimensions()
+
+    def _check_dimensions(self) -> None:
+        """Of a tensor with dimensions of its own for what a view cuts, whole slices go along the
+        leading ones: only along the last may each keep others."""
+        for s in self._relations.sources:
+            order = self.order[s.first] if len(s.dims) > 1 else None
+            if order is None or order.numel() == s.size:
+                continue
+            merged = view_dims(s.tensor_shape, s.view)
+            home = {d: i for i, dims in enumerate(merged) for d in dims}
+            for i, d in enumerate(s.dims[:-1]):
+                inner = math.prod(s.view[later] for later in s.dims[i + 1 :])
+                at = (order // inner % s.view[d]).movedim(i, 0).flatten(1)
+                if home[d] != home[s.dims[-1]] and not bool((at == at[:, :1]).all()):
+                    raise Mismatch(
+                        s.labels(), "its parts would have to keep different slices", None
+                    )
 
     def _check_indices(self) -> None:
         """A buffer of positions has one set of numbers for all that is done with it."""
