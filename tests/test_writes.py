@@ -206,6 +206,22 @@ def test_a_tensor_that_is_filled_in_part_is_not_alike_any_more(fill):
             assert difference(run(plan.mask(net), x), run(plan.apply(net), x)) < 1e-9
 
 
+@pytest.mark.parametrize("attention", ["heads", "head_dim"])
+def test_a_table_for_every_head_of_which_every_other_slice_is_written(attention):
+    def forward(s, x):
+        t = torch.zeros_like(torch.sigmoid(s.a(x)).unflatten(-1, (2, 4)))
+        t[..., 1::2] = s.table[..., 1::2]
+        return s.b(t.flatten(2))
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        net = awake(Net(forward, a=nn.Linear(3, 8), b=nn.Linear(8, 2)))
+        net.register_buffer("table", torch.rand(3, 5, 2, 4, dtype=torch.float64))
+        x = torch.randn(3, 5, 3, dtype=torch.float64)
+        plan = fxprune.plan(net, x, attention=attention)
+        assert difference(run(plan.mask(net), x), run(plan.apply(net), x)) < 1e-9
+
+
 def places(n):
     """Items of an index along a dimension of ``n`` slices."""
     bounds = st.one_of(st.none(), st.integers(-n + 1, n - 1))
