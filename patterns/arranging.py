@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from fxprune.patterns.shape import hold_literals, sizes_of, with_sizes
+from fxprune.patterns.shape import given, hold_literals, sizes_of, with_sizes
 from fxprune.rules.channels import Channels, remap
 from fxprune.rules.registry import register
 from fxprune.rules.shapes import with_rank
@@ -48,12 +48,6 @@ def widths_read(a, call):
         x = a.values.get(source)
         read.append((x, dim % len(x.shape)) if isinstance(x, Channels) else None)
     return read
-
-
-def given(call):
-    """The sizes that the code gives, as numbers and nodes."""
-    sizes = call.node.args[1:] or tuple(call.node.kwargs.values())
-    return sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
 
 
 def repeated_by_a_number(a, call, y):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxprune.patterns.shape import with_sizes
+from fxprune.patterns.shape import given, with_sizes
 from fxprune.rules.registry import register
 
 
@@ -39,15 +39,9 @@ def filled(first, value_at):
         if value_at is not None:
             value = call.arg(value_at, "fill_value")
         y = a.blank(call, value if isinstance(value, (bool, int, float)) else None)
-        return a.sized_by(y, numbers_given(call, first))
+        return a.sized_by(y, given(call, first))
 
     return sizes, rule
-
-
-def numbers_given(call, first):
-    """The sizes from argument ``first`` on, as numbers and nodes."""
-    given = call.node.args[first:] or (call.node.kwargs.get("size", ()),)
-    return given[0] if given and isinstance(given[0], (tuple, list)) else given
 
 
 for names, first, value_at in (

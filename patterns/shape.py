@@ -17,6 +17,13 @@ def sizes_of(call, position=1, name="shape"):
     return list(call.args[position:])
 
 
+def given(call, first=1):
+    """The sizes that the code gives, from argument ``first`` on, as numbers and nodes."""
+    named = call.node.kwargs
+    sizes = call.node.args[first:] or tuple([named["size"]] if "size" in named else named.values())
+    return sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
+
+
 def with_sizes(call, new, position=1, name="shape"):
     """The size arguments, in the layout of the call, as they have to be."""
     value = call.arg(position, name, call.kwargs.get("size"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
@@ -70,7 +68,9 @@ def setitem(a, call):
     a.distinguish(part)
     if written is not None:
         a.meet(call, [part, written], None, shape)
-    return told_apart(a.overlaid(x, of_value(value), by_numbers(x, index)), index, written)
+    y = a.overlaid(x, of_value(value), by_numbers(x, index))
+    some = [dim for _, dim, item in per_dim(x, index) if not is_full(item)]
+    return y.told_apart(some if written is None else range(len(y.shape)))
 
 
 def of_value(value):
@@ -78,16 +78,6 @@ def of_value(value):
     if isinstance(value, Channels):
         return value
     return Channels((), scalar=value if isinstance(value, (int, float)) else None)
-
-
-def told_apart(x, index, written):
-    """Slices of a dimension that were all alike are not where some are written, or another
-    tensor's are."""
-    some = {dim for _, dim, item in per_dim(x, index) if not is_full(item)}
-    return x.with_axes(
-        replace(axis, blank=False) if written is not None or some & set(axis.dims) else axis
-        for axis in x.axes
-    )
 
 
 def by_numbers(x, index):

@@ -87,7 +87,7 @@ class Walk(Algebra):
         if isinstance(node.meta["spec"], (*TOLD, str)):
             return node.meta["spec"]
         if node.target is after_write:
-            return told_apart(self.forget(args[0]))
+            return self.forget(args[0]).told_apart(range(len(args[0].shape)))
         call = Call(self, node, self.trace.pattern(node), args, kwargs, inputs=inputs)
         if node.op == "call_module":
             call.path = str(node.target)
@@ -118,11 +118,6 @@ class Walk(Algebra):
             return self.elementwise(call)
         values = [self.channels(v) for v in call.inputs]  # several results, such as frexp's
         return tuple(self.meet(call, values) for _ in call.spec)
-
-
-def told_apart(x: Channels) -> Channels:
-    """``x``, of which code may have written to some slices: they are not all alike."""
-    return x.with_axes(replace(axis, blank=False) for axis in x.axes)
 
 
 def _without_sources(x: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from ..rules.call import Call, Named
 from ..rules.channels import Channels
 from ..rules.spec import Spec
-from .orders import Mismatch
+from .orders import DIFFERENT, Mismatch
 
 if TYPE_CHECKING:
     from .resizing import Resizing
@@ -110,5 +110,5 @@ class Left:
 
     def _same(self, each: Tensor) -> Tensor:
         if bool((each != each[0]).any()):
-            self.refuse("its parts would have to keep different slices")
+            self.refuse(DIFFERENT)
         return each[0]

@@ -21,6 +21,9 @@ from .faults import AtNode, WrongOrder
 _MANY = 2**31  # more than there are labels: two of them make one number
 
 
+DIFFERENT = "its parts would have to keep different slices"
+
+
 class Mismatch(Exception):
     """The channels that were chosen do not fit together; ``units`` have to stay.
 

@@ -21,7 +21,7 @@ from ..rules.channels import Axis, Channels, SourceAxis, blank_axes
 from ..rules.shapes import broadcast_shape, view_dims
 from .answers import wrong_answers
 from .faults import Fault
-from .orders import Mismatch, matching
+from .orders import DIFFERENT, Mismatch, matching
 from .resizing import Resizing
 
 
@@ -57,9 +57,7 @@ class Replay(Resizing):
                 inner = math.prod(s.view[later] for later in s.dims[i + 1 :])
                 at = (order // inner % s.view[d]).movedim(i, 0).flatten(1)
                 if home[d] != home[s.dims[-1]] and not bool((at == at[:, :1]).all()):
-                    raise Mismatch(
-                        s.labels(), "its parts would have to keep different slices", None
-                    )
+                    raise Mismatch(s.labels(), DIFFERENT, None)
 
     def _check_indices(self) -> None:
         """A buffer of positions has one set of numbers for all that is done with it."""

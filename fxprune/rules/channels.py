@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -170,6 +170,14 @@ class Channels:
     def with_axes(self, axes: Iterable[Axis]) -> Channels:
         """The same tensor with other axes; see :meth:`Axis.on`."""
         return Channels(self.shape, tuple(axes), self.scalar, self.sums_to_one)
+
+    def told_apart(self, dims: Iterable[int]) -> Channels:
+        """The same tensor after some slices along ``dims`` were written to: they are not all alike
+        any more."""
+        dims = set(dims)
+        return self.with_axes(
+            axis if dims.isdisjoint(axis.dims) else replace(axis, blank=False) for axis in self.axes
+        )
 
 
 def blank_axes(x: Channels, dims: Container[int] | None) -> list[Axis]:
