@@ -705,3 +705,83 @@ def test_masks_meet_heads_that_lie_in_the_batch(heads_in_batch):
     mask[:, 5:] = False
     plan, small = check(net, (tokens(), mask))
     assert small.heads == 2, plan
+
+
+# -- torch.nn.functional.multi_head_attention_forward ----------------------------------------------
+
+
+class Pooled(nn.Module):
+    """Attention of the mean to all positions, with weights that are layers of their own (CLIP)."""
+
+    def __init__(self, n, c, heads, out, dropout):
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(n + 1, c) / 3)
+        self.q, self.k, self.v = (nn.Linear(c, c) for _ in range(3))
+        self.o, self.heads, self.dropout = nn.Linear(c, out), heads, dropout
+
+    def forward(self, x):
+        x = torch.cat([x.mean(1, keepdim=True), x], 1).transpose(0, 1) + self.place[:, None]
+        return F.multi_head_attention_forward(
+            query=x[:1], key=x, value=x, embed_dim_to_check=x.shape[-1], num_heads=self.heads,
+            q_proj_weight=self.q.weight, k_proj_weight=self.k.weight, v_proj_weight=self.v.weight,
+            in_proj_weight=None, in_proj_bias=torch.cat([self.q.bias, self.k.bias, self.v.bias]),
+            bias_k=None, bias_v=None, add_zero_attn=False, dropout_p=self.dropout,
+            out_proj_weight=self.o.weight, out_proj_bias=self.o.bias,
+            use_separate_proj_weight=True, training=self.training, need_weights=False,
+        )[0].squeeze(0)  # fmt: skip
+
+
+class Packed(nn.Module):
+    """Attention of a sequence to itself, with one weight for queries, keys and values."""
+
+    def __init__(self, c, heads, dropout, weights=False):
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(3 * c, c) / 4), nn.Parameter(torch.randn(3 * c))
+        self.o, self.c, self.heads, self.dropout = nn.Linear(c, c), c, heads, dropout
+        self.weights = weights
+
+    def forward(self, x):
+        x = x.transpose(0, 1)
+        y, _ = F.multi_head_attention_forward(
+            x, x, x, self.c, self.heads, self.w, self.b, None, None, False, self.dropout,
+            self.o.weight, self.o.bias, training=self.training, need_weights=self.weights,
+        )  # fmt: skip
+        return y.transpose(0, 1)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ["pooled", "packed"])
+def test_the_function_behind_multihead_attention_is_followed(kind, dropout, how):
+    c = 16
+    attention = Pooled(7, c, 4, 12, dropout) if kind == "pooled" else Packed(c, 4, dropout)
+    net = Net(
+        lambda s, x: s.b(torch.sigmoid(s.attention(torch.sigmoid(s.a(x))))),
+        a=nn.Linear(6, c), attention=attention, b=nn.Linear(12 if kind == "pooled" else c, 3),
+    )  # fmt: skip
+    plan, small = check(net, tokens(), attention=how)
+    assert small.attention.o.in_features == c // 2 and small.b.in_features < net.b.in_features
+    if kind == "pooled":
+        assert small.a.out_features == c // 2
+    assert small(tokens(batch=5)).shape[0] == 5
+    x = tokens()
+    assert difference(run(small, x), run(small, x)) == 0
+    small.train()
+    torch.manual_seed(0)
+    first, second = small(x), small(x)
+    assert bool((first == second).all()) is (dropout == 0)
+    first.sum().backward()
+    assert all(p.grad is not None for p in small.attention.o.parameters())
+
+
+def test_attention_that_drops_weights_in_training_only_is_not_written_anew_without_it():
+    """With ``need_weights=True`` no call for dropout is made in eval mode."""
+    net = Net(
+        lambda s, x: s.b(torch.sigmoid(s.attention(torch.sigmoid(s.a(x))))),
+        a=nn.Linear(6, 16), attention=Packed(16, 4, 0.5, weights=True), b=nn.Linear(16, 3),
+    )  # fmt: skip
+    plan, small = check(net, tokens(), attention="head_dim", shrinks=False)
+    reasons = [group.frozen for group in plan.groups if group.name.startswith("attention")]
+    assert any("runs other code in training mode" in (reason or "") for reason in reasons)
+    small.train()
+    assert (small(tokens()) != small(tokens())).any()

@@ -117,6 +117,23 @@ def test_code_that_does_something_else_in_training_is_not_written_anew(forward):
     assert not plan.code and "in training mode" in reason(plan)
 
 
+def test_a_flag_for_a_helper_of_others_that_does_nothing_by_it_is_not_forgotten():
+    """No call that the graph of the run in eval mode has takes the flag."""
+    layers = pytest.importorskip("timm.layers")
+
+    class Drops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            h = parts(self.a(x).sigmoid())
+            return self.b(layers.drop_path(h, 0.5, training=self.training))
+
+    plan = fxprune.plan(awake(Drops()), x(), sparsity=0.5)
+    assert not plan.code and "in training mode" in reason(plan)
+
+
 FLAGS = {
     "never": (lambda s, x: s.b(parts(F.dropout(s.a(x), 0.5, training=False))), {}),
     "switched off": (

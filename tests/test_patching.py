@@ -186,6 +186,13 @@ class Scale(Base):
         return self.head((h / h.shape[1] ** 0.5).flatten(1))
 
 
+class ScaleInPlace(Base):
+    def forward(self, x):
+        h = self.features(x).flatten(1)
+        h *= 16**0.5 / (h.shape[1] // 9) ** 0.5
+        return self.head(h)
+
+
 class Attends(Base):
     """A default that goes by the width. (Removed channels of queries and keys have to say 0.)"""
 
@@ -217,7 +224,8 @@ class Twice(Base):
 
 
 @pytest.mark.parametrize("kind", [
-    Positions, Slices, Parts, Lines, Scale, Attends, AttendsWithAComment, Twice])  # fmt: skip
+    Positions, Slices, Parts, Lines, Scale, ScaleInPlace, Attends, AttendsWithAComment,
+    Twice])  # fmt: skip
 def test_sizes_are_found_however_they_are_written(kind):
     _, masked, small = pruned(kind())
     assert small.a.out_channels == 8

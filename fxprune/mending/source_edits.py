@@ -71,7 +71,7 @@ class Method:
         self._own = [*defined.args.posonlyargs, *defined.args.args][0]
         self._nodes = {
             place: node for node in ast.walk(defined)
-            if isinstance(node, (ast.Call, ast.Subscript, ast.BinOp))
+            if isinstance(node, (ast.Call, ast.Subscript, ast.BinOp, ast.AugAssign))
             for place in places_of(node, getattr(node, "func", None))
         }  # fmt: skip
         self._edits: dict[tuple[int, int], str] = {}
@@ -165,6 +165,11 @@ class Method:
             argument = node.slice
         elif isinstance(node, ast.BinOp) and type(node.op) is _BINARY.get(op_name(recorded.target)):
             argument = (node.left, node.right)[position]
+        elif (
+            isinstance(node, ast.AugAssign) and position == 1
+            and type(node.op) is _BINARY.get(op_name(recorded.target))
+        ):  # fmt: skip
+            argument = node.value
         else:
             raise CannotPatch
         given = argument_at(recorded, position, name)

@@ -4,6 +4,7 @@ Those that have a pattern become one node of the trace instead of what runs insi
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -11,9 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from ..modules.near import package_of
 from ..rules.ops import Applied, sets_up_context
+
+# What functions of PyTorch that are written in Python ask before they do anything.
+_ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 # What is told: the function, something that runs it, and the arguments of this call.
 Tell = Callable[[Any, Callable[..., Any], Any, Any], Any]
@@ -149,3 +154,22 @@ def scripted_from(function: torch.jit.ScriptFunction) -> Callable[..., Any] | No
     made = torch.jit._state._try_get_jit_cached_function(source) if source else None
     same = made is not None and made.qualified_name == function.qualified_name
     return source if same else None
+
+
+def is_python_of_torch(function: Any) -> bool:
+    """Whether a function of ``torch.nn.functional`` is Python that calls others of PyTorch's."""
+    return (
+        isinstance(function, types.FunctionType) and function.__globals__ is vars(F)
+        and not set(_ASKS).isdisjoint(function.__code__.co_names)
+    )  # fmt: skip
+
+
+@functools.cache
+def entered(function: types.FunctionType) -> types.FunctionType:
+    """The same function, of which a mode hears the calls that it makes instead of itself."""
+    own = {**function.__globals__, **dict.fromkeys(_ASKS, lambda *_: False)}
+    made = types.FunctionType(
+        function.__code__, own, function.__name__, function.__defaults__, function.__closure__
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made

@@ -51,11 +51,12 @@ def flags_of(trace: Trace, trained: Callable[[], Trace | None]) -> Differences:
 
 
 def _handed_on(trace: Trace, index: int) -> Differences | None:
-    """The flags that code passes on; None where it does something else by the mode, or some calls
-    are told by others that nothing trains (``F.batch_norm``, by default)."""
+    """The flags that code passes on; None where it does something else by the mode, some calls are
+    told by others that nothing trains (``F.batch_norm``, by default), or some that are told do
+    nothing then (``drop_path(x, p, training=self.training)``)."""
     places = hands_mode_on(trace.modules[trace.calls[index].path])
     flags = {n: at for n in own_nodes(trace, index) if (at := training_argument(n)) is not None}
-    if places is None or len({(n.meta["where"], n.target) for n in flags}) > places:
+    if places is None or len({(n.meta["where"], n.target) for n in flags}) != places:
         return None
     return {node: [(at, True)] for node, at in flags.items()}
 

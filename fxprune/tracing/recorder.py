@@ -37,7 +37,7 @@ from ..rules.registry import for_function, for_module
 from ..rules.spec import TOLD, spec
 from .assertions import is_check
 from .aten import AtenRecorder, followed
-from .intercepting import scripted_from
+from .intercepting import entered, is_python_of_torch, scripted_from
 from .nodes import Nodes
 from .trace import ModuleCall, set_item
 from .unrecorded import HAS_HOOKS, OWN_CONTEXT, READ_PAST_SIZES, Kept, contexts, odd_container
@@ -252,6 +252,10 @@ class Recorder(TorchFunctionMode):
         pattern = for_function(func)
         if pattern is not None and pattern.kind == "unseen":
             return func(*args, **kwargs)
+        if pattern is None and is_python_of_torch(func):
+            self._inside_torch = False  # what it asks of sizes has to hold at new ones, too
+            with self:
+                return entered(func)(*args, **kwargs)
         value = self._record(kind, target, func, args, kwargs, known=pattern is not None)
         self._follow_numbers(name, args, value)
         return value
