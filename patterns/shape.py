@@ -142,7 +142,17 @@ def movedim(a, call):
     return reorder(a, call, [n - 2 for n in moved.shape])
 
 
-@register("unsqueeze", "squeeze", kind="permute")
+def new_squeeze(call, new):
+    """What has a single channel left is not squeezed: the dimensions by name, where it would."""
+    given, old = call.arg(1, "dim"), new.before
+    if 1 not in {n for n, before in zip(new.result, call.spec.shape, strict=True) if n != before}:
+        return {}
+    asked = range(len(old)) if given is None else given if isinstance(given, tuple) else [given]
+    return {(1, "dim"): tuple(d for d in asked if old[d] == 1)}
+
+
+@register("squeeze", kind="permute", resize=new_squeeze)
+@register("unsqueeze", kind="permute")
 def squeeze(a, call):
     """Dimensions of size 1 come or go."""
     return a.view(call, call.channels(), call.shape)

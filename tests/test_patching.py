@@ -718,3 +718,32 @@ def test_a_scale_that_is_a_root_of_a_width_stays_what_it_was(scaled):
     x = torch.randn(2, 5, 6, dtype=torch.float64)
     plan, small = check(Scaled(scaled), x, attention="head_dim")
     assert small.q.out_features == small.o.in_features == 8 and small.d_k == 2
+
+
+class Squeezed(nn.Module):
+    """Code that squeezes what has several channels, and may have a single one left."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+        self.a, self.b, self.c = nn.Conv2d(3, 4, 3), nn.Linear(4, 2), nn.Linear(2, 5)
+
+    def forward(self, x):
+        h = torch.sigmoid(self.a(x)).mean((2, 3), keepdim=True)
+        if self.form == "all":
+            h = h.squeeze()
+        elif self.form == "one by one":
+            h = h.squeeze(3).squeeze(dim=-1).squeeze(1)
+        else:
+            h = torch.squeeze(h, (1, 2, 3))
+        return self.c(torch.sigmoid(self.b(h)).squeeze(-1))
+
+
+@pytest.mark.parametrize("form", ["all", "one by one", "several"])
+def test_a_single_channel_that_is_left_is_not_squeezed(form):
+    plan, small = check(Squeezed(form), images(), sparsity=0.75)
+    assert small.a.out_channels == small.b.out_features == 1
+    assert isinstance(plan.code[""], Patched)
+    assert small(images(3)).shape == (3, 5)
+    plan, small = check(Squeezed(form), images(), sparsity={"a": 0.5})
+    assert small.a.out_channels == 2 and not plan.code

@@ -25,10 +25,9 @@ from ..parametrized.weight_norm import is_hooked
 from ..replaying.faults import Fault, WrongAnswer, WrongSize
 from ..replaying.replay import Replay
 from ..rules import sizes
-from ..rules.registry import for_function
 from ..tracing.flags import may_read_mode
 from ..tracing.trace import Trace
-from .source_edits import CannotPatch, Method, Site, parsed
+from .source_edits import CannotPatch, Method, Site, parsed, takes_sizes
 
 
 def patch(
@@ -266,5 +265,4 @@ def _held_in(value: Any) -> list[Any]:
 def _takes_sizes(function: FunctionType) -> bool:
     """Whether code names a method of tensors that takes sizes."""
     names = {name for code in inside(function.__code__) for name in code.co_names}
-    found = (for_function(getattr(torch.Tensor, name, None)) for name in names)
-    return any(pattern is not None and pattern.resize is not None for pattern in found)
+    return any(takes_sizes(getattr(torch.Tensor, name, None)) for name in names)

@@ -83,15 +83,15 @@ class Method:
             or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
         }
 
-    def nodes_at(self, sites: Iterable[tuple[int, int]]) -> list[ast.expr]:
+    def nodes_at(self, sites: Iterable[tuple[int, int]]) -> list[ast.AST]:
         mine = [self._at(*site) for site in sites if site[0] in self._positions]
         return [node for node in mine if node is not None]
 
-    def _at(self, code: int, instruction: int) -> ast.expr | None:
-        """The expression of an instruction."""
+    def _at(self, code: int, instruction: int) -> ast.AST | None:
+        """The expression (or augmented assignment) of an instruction."""
         return self._nodes.get(self._positions[code][instruction // 2])
 
-    def sized(self) -> list[ast.expr]:
+    def sized(self) -> list[ast.AST]:
         """Calls that take sizes, as far as their names tell, where numbers are written or held."""
         return [node for node in dict.fromkeys(self._nodes.values()) if self._held(node)]
 
@@ -129,16 +129,17 @@ class Method:
             return None
         return getattr(torch.Tensor, name, None) if known is None else known
 
-    def _held(self, node: ast.expr) -> list[ast.expr]:
+    def _held(self, node: ast.AST) -> list[ast.expr]:
         """The arguments of a call in which sizes may be."""
         given: list[Any] = []
         if isinstance(node, ast.Subscript) and not _is_shape(node.value):
             parts: list[Any] = [p for p in ast.walk(node.slice) if isinstance(p, ast.Slice)]
             given = [e for p in parts for e in (p.lower, p.upper, p.step)]
-        elif isinstance(node, ast.Call) and isinstance(node.func, (ast.Attribute, ast.Name)):
-            pattern = for_function(self._meant(node))
-            if pattern is not None and pattern.resize is not None:
-                given = [*node.args, *(k.value for k in node.keywords)]
+        elif (
+            isinstance(node, ast.Call) and isinstance(node.func, (ast.Attribute, ast.Name))
+            and takes_sizes(self._meant(node))
+        ):  # fmt: skip
+            given = [*node.args, *(k.value for k in node.keywords)]
         return [e for e in given if e is not None and _may_hold_a_size(e, self._shapes)]
 
     def replace(self, site: Site, fault: WrongSize, replay: Replay) -> None:
@@ -283,6 +284,12 @@ class Method:
         for start, end in sorted(self._edits, reverse=True):
             text = text[:start] + self._edits[start, end].encode() + text[end:]
         return text.decode()
+
+
+def takes_sizes(function: Any) -> bool:
+    """Whether arguments of a function of PyTorch's are sizes, where a number may be wrong."""
+    pattern = for_function(function)
+    return pattern is not None and pattern.resize is not None and op_name(function) != "squeeze"
 
 
 def _same_code(a: CodeType, b: CodeType) -> bool:
