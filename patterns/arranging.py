@@ -9,7 +9,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from fxprune.patterns.shape import given, hold_literals, sizes_of, with_sizes
-from fxprune.rules.channels import Channels, remap
+from fxprune.rules.channels import Axis, Channels, remap
 from fxprune.rules.registry import register
 from fxprune.rules.shapes import with_rank
 from fxprune.tracing.trace import is_size
@@ -51,17 +51,21 @@ def widths_read(a, call):
 
 
 def repeated_by_a_number(a, call, y):
-    """What has no channels, and one slice that the code repeats as often as it says in a number:
-    as often as what it meets has slices."""
-    if y.axes:
-        return y
+    """One slice that the code repeats as often as it says in a number: as often as what it meets
+    has slices."""
     numbers, old = given(call), call.recorded(0, "input").shape
     by, behind = len(y.shape) - len(old), len(y.shape) - len(numbers)
     dims = [
         d for d in range(max(behind, 0), len(y.shape))
-        if (d < by or old[d - by] == 1) and not a.varies(numbers[d - behind])
+        if (d < by or old[d - by] == 1) and not y.axis(d) and not a.varies(numbers[d - behind])
     ]  # fmt: skip
-    return y.with_axes(a.blank(call, None, dims).axes) if dims else y
+    return with_blank(a, call, y, dims)
+
+
+def with_blank(a, call, y, dims):
+    """Slices along ``dims`` that are all alike, beside the channels that ``y`` has."""
+    axes = (*y.axes, *a.blank(call, None, dims).axes) if dims else y.axes
+    return y.with_axes(sorted(axes, key=lambda axis: axis.dims))
 
 
 def alike(y, x, widths):
@@ -121,9 +125,12 @@ def repeat_interleave(a, call):
     if not isinstance(times, int) or dim is None:
         return a.unknown(call)
     dim %= len(x.shape)
-    if not x.axes and not any(map(a.varies, given(call))):
-        return a.blank(call, None, [dim])
     shape = tuple(n * times if d == dim else n for d, n in enumerate(x.shape))
+    if x.axis(dim) is None and times > 1 and not any(map(a.varies, given(call))):
+        y = with_blank(a, call, Channels(call.shape, x.axes), [dim])
+        for axis in y.touching([dim]) if x.shape[dim] > 1 else ():  # of each slice as many
+            a.hold(Axis((0, 1), axis.units.reshape(x.shape[dim], -1)), [0])
+        return y
     return a.move(call, x, lambda t: t.repeat_interleave(times, dim), shape)
 
 

@@ -161,6 +161,47 @@ def test_13_channels_are_repeated(times, c, how):
 
 
 @few
+@given(st.integers(3, 9), st.integers(2, 9), st.booleans(),
+       st.sampled_from(["expand", "repeat", "interleave", "tile"]))  # fmt: skip
+def test_13_channels_are_repeated_as_often_as_others_are_wide(c, d, by_number, how):
+    """A state of every channel: (…, c, d), from one of all channels."""
+
+    def forward(s, x):
+        y, z = torch.sigmoid(s.a(x)), torch.tanh(s.b(x))
+        one, n = z.unsqueeze(2), s.n if by_number else y.shape[-1]
+        z = {
+            "expand": lambda: one.expand(-1, -1, n, -1), "repeat": lambda: one.repeat(1, 1, n, 1),
+            "interleave": lambda: one.repeat_interleave(n, 2), "tile": lambda: one.tile(1, 1, n, 1),
+        }[how]()  # fmt: skip
+        return s.c((y.unsqueeze(-1) * z * torch.exp(s.decay)).sum(-1))
+
+    net = Net(forward, a=nn.Linear(5, c), b=nn.Linear(5, d), c=nn.Linear(c, 3))
+    net.decay, net.n = nn.Parameter(torch.randn(c, d)), c
+    plan, small = check(net, feature_map(2, 4, 5))
+    kept = [g.kept for g in plan.groups if g.name in ("a", "b")]
+    assert kept == [small.a.out_features, small.b.out_features] == [(c + 1) // 2, (d + 1) // 2]
+
+
+@few
+@given(st.integers(2, 4), st.integers(2, 5), st.booleans())
+def test_13_values_repeated_one_by_one_meet_as_many_channels_each(n, times, by_channels):
+    """Of the slices that a value stands before, each loses equally many."""
+
+    def forward(s, x):
+        y = torch.sigmoid(s.a(x))
+        scale = (
+            x[:, :n].mean((2, 3)).repeat_interleave(y.shape[1] // n if by_channels else times, 1)
+        )
+        return s.b(y * scale[..., None, None])
+
+    net = Net(forward, a=nn.Conv2d(4, n * times, 1), b=nn.Conv2d(n * times, 3, 1))
+    plan, small = check(net, feature_map(2, 4, 3, 3))
+    removed = next(g.removed.tolist() for g in plan.groups if g.name == "a")
+    gone = [sum(i // times == part for i in removed) for part in range(n)]
+    assert len(set(gone)) == 1 and gone[0] == times // 2
+
+
+@few
 @given(widths, st.integers(0, 3), st.integers(0, 3))
 def test_14_shortcuts_are_padded_in_channels(c, before, after):
     def forward(s, x):

@@ -74,6 +74,10 @@ class Method:
             if isinstance(node, (ast.Call, ast.Subscript, ast.BinOp, ast.AugAssign))
             for place in places_of(node, getattr(node, "func", None))
         }  # fmt: skip
+        self._operands = {
+            side for node in ast.walk(defined) if isinstance(node, ast.BinOp)
+            for side in (node.left, node.right)
+        }  # fmt: skip
         self._edits: dict[tuple[int, int], str] = {}
         self._shapes = _names_of_shapes(defined)
         self._local = {
@@ -255,7 +259,8 @@ class Method:
         factor = Fraction(needed, computed)
         old = old if isinstance(at, (ast.Name, ast.Attribute, ast.Call)) else f"({old})"
         over = "" if factor.denominator == 1 else f" // {factor.denominator}"
-        return f"{old} * {factor.numerator}{over}" if factor.numerator != 1 else f"{old}{over}"
+        text = f"{old} * {factor.numerator}{over}" if factor.numerator != 1 else f"{old}{over}"
+        return f"({text})" if at in self._operands else text
 
     def _old(self, node: ast.expr) -> str:
         start, end = self._span(node)

@@ -271,6 +271,11 @@ class Algebra(Meanings):
             if len(old) == len(new) == 1 and inside and len(inside[0].dims) == 1:
                 axes.append(replace(inside[0], dims=(new[0],)))
                 continue
+            if len(inside) > 1:  # how often something is repeated, beside channels
+                for axis in inside:
+                    if axis.blank:
+                        self.freeze(axis, "each of them is repeated beside others", call)
+                inside = [axis for axis in inside if not axis.blank]
             if not inside:
                 continue
             spanning = [a for a in inside if not set(a.dims) <= set(old)]
@@ -364,7 +369,8 @@ class Algebra(Meanings):
         is possible, and meeting it has tied the slices already.
         """
         if self.decide(call, lambda: any(
-            not x.touching(rest) and x.touching(axis.dims) for x in operands
+            all(other.blank for other in x.touching(rest)) and x.touching(axis.dims)
+            for x in operands
         )):  # fmt: skip
             return None
         if self.attention == "head_dim":
