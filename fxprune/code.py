@@ -14,7 +14,7 @@ import linecache
 import operator
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from .errors import PruningError
+from .modules.deriving import derived
 from .modules.frames import REWRITTEN
 
 
@@ -115,14 +116,6 @@ def compiled(
     return new
 
 
-def inside(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Code, and that of the functions in it."""
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            yield from inside(each)
-
-
 _FUTURE = functools.reduce(
     lambda a, b: a | b, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names)
 )
@@ -181,7 +174,7 @@ def _make_class(base: Any, code: Written) -> type:
     if issubclass(base, fx.GraphModule):  # whose copies, code and pickles are made from its graph
         space |= {"__deepcopy__": _copied, "code": property(lambda self: code.source)}
         space |= {"recompile": _of_old_sizes, "__reduce_ex__": _of_old_sizes}
-    return type(base.__name__, (base,), space)
+    return derived(base, base.__name__, space)
 
 
 UNTAKEN, RESIZED = "_fxprune_untaken", "_fxprune_resized"

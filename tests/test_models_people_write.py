@@ -254,24 +254,30 @@ def test_a_hook_that_only_looks_leaves_the_layer_one_call():
     assert seen and small[0].out_features == 4
 
 
-@pytest.mark.parametrize("kind", ["lstm", "attention"])
-def test_hooks_on_layers_that_are_one_kernel_inside_leave_them_whole(kind):
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
-            if kind == "lstm":
-                self.inner = nn.LSTM(8, 8, batch_first=True)
-            else:
-                self.inner = nn.MultiheadAttention(8, 2, batch_first=True)
-            self.inner.register_forward_hook(lambda layer, args, y: (y[0] * 2, y[1]))
+class Doubled(nn.Module):
+    """A layer that a hook makes its parent's business."""
 
-        def forward(self, x):
-            h = self.first(x)
-            return self.last((self.inner(h) if kind == "lstm" else self.inner(h, h, h))[0])
+    def __init__(self, inner):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 8), inner, nn.Linear(8, 2)
+        inner.register_forward_hook(lambda layer, args, y: (y[0] * 2, y[1]))
 
-    plan, small = check(Model(), torch.randn(2, 5, 4, dtype=torch.float64), shrinks=False)
+    def forward(self, x):
+        h = torch.sigmoid(self.first(x))
+        inputs = (h,) if isinstance(self.inner, nn.LSTM) else (h, h, h)
+        return self.last(torch.sigmoid(self.inner(*inputs)[0]))
+
+
+def test_hooks_on_layers_that_are_one_kernel_inside_leave_them_whole():
+    model = Doubled(nn.LSTM(8, 8, batch_first=True))
+    plan, small = check(model, torch.randn(2, 5, 4, dtype=torch.float64), shrinks=False)
     assert "no pattern" in dict(plan.skipped)["first"]
+
+
+def test_hooks_on_layers_that_are_python_inside_have_what_is_inside_followed():
+    model = Doubled(nn.MultiheadAttention(8, 2, batch_first=True))
+    plan, small = check(model, torch.randn(2, 5, 4, dtype=torch.float64))
+    assert small.inner.num_heads == 1 and small.first.out_features == 4
 
 
 @torch.jit.script

@@ -4,6 +4,7 @@ stays: branches, flags, modes, random numbers, effects on other objects."""
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import math
 import os
@@ -747,3 +748,83 @@ def test_a_single_channel_that_is_left_is_not_squeezed(form):
     assert small(images(3)).shape == (3, 5)
     plan, small = check(Squeezed(form), images(), sparsity={"a": 0.5})
     assert small.a.out_channels == 2 and not plan.code
+
+
+TABLE = {}
+
+
+class Tabled(nn.Module):
+    """A method that the code calls by another way than its name."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(3, 8), nn.Linear(8, 2), how
+        decode = self.decode
+        self.table = {
+            "dict": {"x": decode}, "list": [decode], "namespace": types.SimpleNamespace(f=decode),
+            "partial": functools.partial(decode),
+            "unbound": {"x": Tabled.decode}, "global": None,
+        }[how]  # fmt: skip
+
+    def decode(self, h):
+        return self.b(h.view(-1, 8))
+
+    def forward(self, x):
+        h, table = torch.sigmoid(self.a(x)), self.table
+        if self.how in ("unbound", "global"):
+            return (TABLE if table is None else table)["x"](self, h)
+        if self.how in ("dict", "list"):
+            return table["x" if self.how == "dict" else 0](h)
+        return (table.f if self.how == "namespace" else table)(h)
+
+
+TABLE["x"] = Tabled.decode
+
+
+@pytest.mark.parametrize("how", [
+    "dict", "list", "namespace", "partial", "unbound", "global"])  # fmt: skip
+def test_methods_that_the_module_keeps_in_a_table_are_not_patched_there(how):
+    plan, small = check(Tabled(how), torch.randn(5, 3, dtype=torch.float64))
+    assert small.a.out_features == 4 and isinstance(plan.code[""], Code)
+
+
+REGISTERED = {}
+
+
+class Registered(nn.Module):
+    def __init_subclass__(cls, *, tag, **more):
+        super().__init_subclass__(**more)
+        assert tag not in REGISTERED
+        REGISTERED[tag] = cls
+
+
+class Noted(type):
+    def __init__(cls, name, bases, space, **more):
+        super().__init__(name, bases, space, **more)
+        REGISTERED[name] = cls
+
+
+class OfRegistry(Registered, tag="of registry"):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.b(torch.sigmoid(self.a(x)).view(-1, 8))
+
+
+class OfMetaclass(nn.Module, metaclass=Noted):
+    forward = OfRegistry.forward
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 8), nn.Linear(8, 2)
+
+
+@pytest.mark.parametrize("cls", [OfRegistry, OfMetaclass])
+def test_registries_of_classes_do_not_hear_of_new_code(cls):
+    before = dict(REGISTERED)
+    plan, small = check(cls(), torch.randn(5, 3, dtype=torch.float64))
+    assert small.a.out_features == 4 and type(small) is not cls and isinstance(small, cls)
+    assert before == REGISTERED
+    assert type(copy.deepcopy(small)) is type(pickle.loads(pickle.dumps(small))) is type(small)

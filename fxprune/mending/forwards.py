@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -22,16 +23,17 @@ from ..modules.inspecting import all_tensors, modules_of
 from ..modules.near import codes_near, methods_with, names_in, read_by_forward, set_by_forward
 from ..parametrized.mask import parametrizations
 from ..parametrized.weight_norm import is_hooked
-from ..replaying.answers import answer
+from ..replaying.answers import answer, as_recorded, is_mixed
 from ..replaying.faults import Fault, WrongOrder, WrongSize, same_sizes
 from ..replaying.replay import Replay
 from ..rules import sizes
 from ..rules.spec import TOLD
-from ..tracing.asking_again import number_in, parts_of_a_size
+from ..tracing.asking_again import number_in, parts_by_size
 from ..tracing.flags import depend_on_mode, may_read_mode, reads_mode_of_others
 from ..tracing.modes import Differences, differences
 from ..tracing.trace import CannotRewrite, ModuleCall, Trace, is_size
 from ..tracing.unrecorded import OWN_CONTEXT
+from .source_edits import sizes_in
 
 
 def rewrite(
@@ -209,10 +211,11 @@ class _Body:
             if at_once and not all(o.source in self.local for o in read):
                 continue
             del self.open[key]
-            if answer(self.replay, question)[0] == question.answer:
+            mixed = is_mixed(self.replay, question)
+            if mixed or answer(self.replay, question)[0] == question.answer:
+                asked = (as_recorded(self.replay, n) if mixed else n for n in question.operands)
                 operands = tuple(
-                    number_in(self.graph, n, self._value, self._attribute)
-                    for n in question.operands
+                    number_in(self.graph, n, self._value, self._attribute) for n in asked
                 )
                 value = self.graph.call_function(question.function, operands)
                 self.graph.call_function(expect_answer, (value, question.answer, str(question)))
@@ -269,8 +272,7 @@ class _Body:
 
     def _expect_as_many(self, node: fx.Node, new: fx.Node) -> None:
         """The code took each of the parts (of a batch, of a sequence) in its turn."""
-        taken = parts_of_a_size(self.trace, node)
-        if taken is not None and self.replay.is_free(*taken):
+        if parts_by_size(self.trace, node):
             count, parts = self.graph.call_function(len, (new,)), len(node.meta["spec"])
             self.graph.call_function(expect_answer, (count, parts, f"len({node.name})"))
 
@@ -296,10 +298,10 @@ class _Body:
         over, under = factors(number)
         sizes_read = [n for n in over if isinstance(n, fx.Node) and is_size(n)]
         if len(over) + len(under) < 2 or not sizes_read or not isinstance(needed, int):
-            return needed
+            return self._instead(number, needed)
         top, bottom = (math.prod(map(self._now, side)) for side in (over, under))
         if not top or not bottom:
-            return needed
+            return self._instead(number, needed)
         factor = Fraction(needed * bottom, top)
         literal = math.prod(n for n in over if isinstance(n, int)) * factor.numerator
         divisor = math.prod(n for n in under if isinstance(n, int)) * factor.denominator
@@ -310,6 +312,30 @@ class _Body:
             found = self.graph.call_function(operator.floordiv, (found, by))
         self.local[found] = found
         return found
+
+    def _instead(self, number: Any, needed: Any) -> Any:
+        """What is needed in the place of a number: where sizes of the batch are in it, what the
+        code makes of them and of the widths that it had when it was recorded."""
+        if not any(starmap(self.replay.is_free, sizes_in(number))):
+            return needed
+        if not isinstance(number, fx.Node) or number.meta["spec"] != needed:
+            raise CannotRewrite(f"{self.name} makes a size of widths and of sizes of the input")
+        return self._as_recorded(number)
+
+    def _as_recorded(self, number: Any) -> Any:
+        if not isinstance(number, fx.Node):
+            return number
+        target: Any = number.target
+        if is_size(number):
+            free = self.replay.is_free(*number.args)  # type: ignore[arg-type]
+            return self._value(number) if free else number.meta["spec"]
+        if number.op == "get_attr" and self.replay.new_attribute(target) is not None:
+            return number.meta["spec"]
+        if number.op != "call_function":
+            return self._value(number)
+        new = self.graph.call_function(target, tuple(map(self._as_recorded, number.args)))
+        self.local[new] = new
+        return new
 
     def _now(self, number: Any) -> int:
         return int(self.replay.values[number]) if isinstance(number, fx.Node) else number

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from types import CodeType, FunctionType, MethodType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from ..code import Patched, inside
+from ..code import Patched
+from ..modules.holding import inside
 from ..modules.inspecting import dotted
-from ..modules.near import methods_of_forward, package_of
+from ..modules.near import methods_of_forward, package_of, within
 from ..parametrized.mask import parametrizations
 from ..parametrized.weight_norm import is_hooked
 from ..replaying.faults import Fault, WrongAnswer, WrongSize
@@ -116,9 +117,11 @@ class _Patching:
         module = self.module
         if "forward" in vars(module) or any(map(is_hooked, parametrizations(module).values())):
             raise CannotPatch
-        own = [function for _, function in _functions(self.cls)]
-        if any(isinstance(v, MethodType) and v.__func__ in own for v in vars(module).values()):
-            raise CannotPatch  # which would stay the old one
+        own = {function for _, function in _functions(self.cls)}
+        globals_ = (f.__globals__.get(name) for f in own for name in f.__code__.co_names)
+        kept = (*vars(module).values(), *(v for v in globals_ if isinstance(v, _TABLES)))
+        if not own.isdisjoint(_functions_in(kept)):
+            raise CannotPatch  # which would stay the old ones
         named = _named(self.cls)
         if not named.isdisjoint(("is_grad_enabled", "requires_grad")):  # a recording has it off
             raise CannotPatch
@@ -200,7 +203,7 @@ class _Patching:
             runs = methods_of_forward(cls)  # what others define is there already, and stays
             self._names[cls] = {
                 id(inner): name for name, function in _functions(cls)
-                if _is_known_by(cls, function) == name for inner in inside(function.__code__)
+                if _is_known_by(cls, function) == name for inner in within(function.__code__)
                 if inner is function.__code__ or function in runs
             }  # fmt: skip
         return self._names[cls].get(id(code))
@@ -246,11 +249,32 @@ def _named(cls: type) -> set[str]:
     """What the methods of a class name; those of bases that others hide only with ``super``."""
     seen = {name: function for name, function in reversed([*_functions(cls)])}
     for functions in (seen.values(), (function for _, function in _functions(cls))):
-        codes = (code for function in functions for code in inside(function.__code__))
+        codes = (code for function in functions for code in within(function.__code__))
         named = {name for code in codes for name in code.co_names}
         if "super" not in named:
             break
     return named
+
+
+_TABLES = (dict, list, tuple, functools.partial, SimpleNamespace)
+
+
+def _functions_in(values: Iterable[Any]) -> set[FunctionType]:
+    """Those that attributes, or globals, hold: in a table, bound to a module, wrapped."""
+    waiting, found, seen = [*values], set(), set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, nn.Module):
+            continue
+        seen.add(id(value))
+        if isinstance(value, FunctionType):
+            found.add(value)
+        waiting += inside(value)
+        if isinstance(value, SimpleNamespace):
+            waiting += vars(value).values()
+        if hasattr(value, "cache_info"):  # of ``functools.lru_cache``
+            waiting.append(getattr(value, "__wrapped__", None))
+    return found
 
 
 def _held_in(value: Any) -> list[Any]:
@@ -264,5 +288,5 @@ def _held_in(value: Any) -> list[Any]:
 
 def _takes_sizes(function: FunctionType) -> bool:
     """Whether code names a method of tensors that takes sizes."""
-    names = {name for code in inside(function.__code__) for name in code.co_names}
+    names = {name for code in within(function.__code__) for name in code.co_names}
     return any(takes_sizes(getattr(torch.Tensor, name, None)) for name in names)

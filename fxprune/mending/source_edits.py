@@ -19,14 +19,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..code import RESIZED, UNTAKEN, compiled, definition, inside
+from ..code import RESIZED, UNTAKEN, compiled, definition
+from ..modules.near import within
 from ..modules.source import imported, places_of
-from ..replaying.faults import WrongSize, same_sizes
+from ..replaying.faults import WrongSize, same_sizes, unless_open
 from ..replaying.replay import Replay
 from ..rules import sizes
 from ..rules.ops import argument_at, op_name
 from ..rules.registry import for_function
-from ..tracing.trace import is_size
+from ..tracing.trace import is_size, set_item
 
 Site = tuple[CodeType, int]  # of a call: the code that makes it, and the place of its instruction
 
@@ -58,7 +59,7 @@ def parsed(function: FunctionType) -> tuple[str, ast.FunctionDef, dict[int, list
     names = [n.arg for n in ast.walk(defined) if isinstance(n, ast.arg) and n.arg == own]
     if len(names) != 1 or own in _stored(defined):  # not everywhere the module
         raise CannotPatch
-    pairs: Any = zip(inside(code), inside(again), strict=True)
+    pairs: Any = zip(within(code), within(again), strict=True)
     return source, defined, {id(mine): list(new.co_positions()) for mine, new in pairs}
 
 
@@ -77,6 +78,10 @@ class Method:
         self._operands = {
             side for node in ast.walk(defined) if isinstance(node, ast.BinOp)
             for side in (node.left, node.right)
+        }  # fmt: skip
+        self._tried = {
+            each for node in ast.walk(defined) if isinstance(node, ast.Try)
+            for statement in node.body for each in ast.walk(statement)
         }  # fmt: skip
         self._edits: dict[tuple[int, int], str] = {}
         self._shapes = _names_of_shapes(defined)
@@ -108,8 +113,8 @@ class Method:
                 at = next(iter(node.args), None)
         elif isinstance(node, ast.Call):
             at = next(iter(node.args), None)
-        if at is None or isinstance(at, ast.Starred):
-            raise CannotPatch
+        if at is None or isinstance(at, ast.Starred) or node in self._tried:
+            raise CannotPatch  # what is tried may have been made, and have failed
         self._edit(*self._span(at), f"{self._own.arg}.{UNTAKEN}({self._old(at)})")
 
     def _is_module(self, at: ast.expr) -> bool:
@@ -166,7 +171,7 @@ class Method:
             else:
                 self._add(node, name, fault.needed)
                 return
-        elif isinstance(node, ast.Subscript) and op_name(recorded.target) in ("getitem", "setitem"):
+        elif isinstance(node, ast.Subscript) and recorded.target in (operator.getitem, set_item):
             argument = node.slice
         elif isinstance(node, ast.BinOp) and type(node.op) is _BINARY.get(op_name(recorded.target)):
             argument = (node.left, node.right)[position]
@@ -237,6 +242,7 @@ class Method:
                 if not same_sizes(parts[2], parts[3], parts[1]):
                     self._write(*parts, replay)
             return
+        needed = unless_open(computed, needed)
         if isinstance(at, ast.Starred) or not _can_be_written(needed):
             raise CannotPatch
         if isinstance(at, ast.Slice) and not _is_constant(at):
@@ -244,7 +250,7 @@ class Method:
         self._edit(*self._span(at), self._text(at, given, computed, needed, replay))
 
     def _text(self, at: ast.expr, given: Any, computed: Any, needed: Any, replay: Replay) -> str:
-        old, made_of = self._old(at), list(_sizes_in(given))
+        old, made_of = self._old(at), list(sizes_in(given))
         free = any(starmap(replay.is_free, made_of))
         if "training" in old:
             raise CannotPatch
@@ -358,7 +364,7 @@ def _stored(function: ast.FunctionDef) -> Counter[str]:
     return Counter(name.id for name in names if isinstance(name.ctx, ast.Store))
 
 
-def _sizes_in(value: Any) -> Iterator[tuple[fx.Node, int]]:
+def sizes_in(value: Any) -> Iterator[tuple[fx.Node, int]]:
     """The sizes that a recorded argument is made of: whose, and along which dimension."""
     waiting, seen = [value], set()
     while waiting:

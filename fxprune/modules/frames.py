@@ -29,9 +29,15 @@ def line_of(frame: FrameType | None) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
+# Codes that run while a run is recorded in the place of others, which have the same instructions.
+stand_ins: dict[int, CodeType] = {}
+
+
 def site_of(frame: FrameType | None) -> tuple[CodeType, int] | None:
     """The code that runs, and the place of its instruction."""
-    return None if frame is None else (frame.f_code, frame.f_lasti)
+    if frame is None:
+        return None
+    return stand_ins.get(id(frame.f_code), frame.f_code), frame.f_lasti
 
 
 def frame_of_model() -> FrameType | None:

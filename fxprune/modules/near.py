@@ -18,31 +18,42 @@ def package_of(of: Any) -> str:
     return (getattr(of, "__module__", None) or "").partition(".")[0]
 
 
-def codes(value: Any, package: str, seen: set[int] | None = None) -> Iterator[CodeType]:
-    """The code of a function, of those that it wraps or that are inside it, and of those of the
-    same package that it names."""
+def functions(value: Any, package: str, seen: set[int] | None = None) -> Iterator[FunctionType]:
+    """A function, those that it wraps, and those of the same package that it names."""
     seen = set() if seen is None else seen
     if value is None or id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, CodeType):
-        yield value
-        inside: Iterable[Any] = value.co_consts
-    elif isinstance(value, (staticmethod, classmethod, functools.cached_property)):
+    inside: Iterable[Any]
+    if isinstance(value, (staticmethod, classmethod, functools.cached_property)):
         inside = [getattr(value, "__func__", None) or getattr(value, "func", None)]
     elif isinstance(value, property):
         inside = [value.fget, value.fset, value.fdel]
     elif inspect.ismethod(value):
         inside = [value.__func__]
     elif inspect.isfunction(value):
+        yield value
         cells = [c.cell_contents for c in value.__closure__ or () if c != CellType()]
         named = [value.__globals__.get(name) for name in value.__code__.co_names]
-        known = [f for f in named if inspect.isfunction(f) and package_of(f) == package]
-        inside = [value.__code__, *cells, *known]
+        inside = [*cells, *(f for f in named if inspect.isfunction(f) and package_of(f) == package)]
     else:
         inside = [getattr(value, "__dict__", {}).get("__wrapped__")]
     for each in inside:
-        yield from codes(each, package, seen)
+        yield from functions(each, package, seen)
+
+
+def codes(value: Any, package: str) -> Iterator[CodeType]:
+    """The code of all these, with that of what is inside of it."""
+    for function in functions(value, package):
+        yield from within(function.__code__)
+
+
+def within(code: CodeType) -> Iterator[CodeType]:
+    """Code, and that of the functions in it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from within(each)
 
 
 def near(
@@ -69,18 +80,24 @@ def codes_near(module: nn.Module) -> Iterator[CodeType]:
 
 @functools.lru_cache(maxsize=512)
 def _codes_of(cls: type) -> tuple[CodeType, ...]:
+    return tuple(dict.fromkeys(c for f in functions_of(cls) for c in within(f.__code__)))
+
+
+@functools.lru_cache(maxsize=512)
+def functions_of(cls: type) -> tuple[FunctionType, ...]:
+    """The methods of a class, but for PyTorch's and its constructor, and what they name."""
     own = cls.__mro__[: cls.__mro__.index(nn.Module)] if nn.Module in cls.__mro__ else cls.__mro__
     methods = [
         value for base in own if base is not object
         for key, value in vars(base).items() if key != "__init__"
     ]  # fmt: skip
-    return tuple(dict.fromkeys(c for value in methods for c in codes(value, package_of(cls))))
+    return tuple(dict.fromkeys(f for value in methods for f in functions(value, package_of(cls))))
 
 
 @functools.lru_cache(maxsize=4096)
 def global_names(code: CodeType) -> frozenset[str]:
     """Which globals code reads: it has names of attributes in the same list."""
-    steps = (s for c in codes(code, "") for s in dis.get_instructions(c))
+    steps = (s for c in within(code) for s in dis.get_instructions(c))
     return frozenset(step.argval for step in steps if step.opname == "LOAD_GLOBAL")
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..modules.deriving import derived
 from ..modules.inspecting import parts_of
 
 
@@ -57,7 +58,7 @@ def own_class(module: nn.Module) -> None:
     if parametrize.is_parametrized(module):
         cls = type(module)
         space = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
-        module.__class__ = type(cls.__name__, cls.__bases__, space)
+        module.__class__ = derived(cls.__base__, cls.__name__, space)
 
 
 def bake(model: nn.Module, *, others: bool = False) -> None:

@@ -82,7 +82,7 @@ class WrongSize(AtNode):
 
     def proposals(self) -> Iterator[Proposal]:
         for name, index, known, needed in self._numbers():
-            if known != needed:
+            if known not in (needed, -1):
                 yield name, index, needed
 
     def _numbers(self) -> Iterator[tuple[str, int | None, Any, int]]:
@@ -156,6 +156,8 @@ class WrongAnswer(Fault):
 
     @property
     def words(self) -> str:
+        if self.now == self.question.answer:
+            return f"{self.question} may have another answer for other inputs, and a third one here"
         return f"{self.question} was {self.question.answer} and would be {self.now}"
 
     def attributes(self) -> Iterator[str]:
@@ -184,8 +186,9 @@ def shown(size: Any) -> str:
 
 
 def same_sizes(computed: Any, needed: Any, written: Any) -> bool:
-    """Whether what the code computes is what is needed; -1, where that is what is ``written``, is
-    worked out by the op itself."""
+    """Whether what the code computes is what is needed; -1, where that is what is ``written`` or
+    was computed in the recorded run, is worked out by the op itself."""
+    written = written.meta.get("spec") if isinstance(written, fx.Node) else written
     if isinstance(needed, (tuple, list)):
         if not isinstance(computed, (tuple, list)) or len(computed) != len(needed):
             return False
@@ -196,3 +199,12 @@ def same_sizes(computed: Any, needed: Any, written: Any) -> bool:
     if isinstance(needed, int) and isinstance(computed, int):
         return computed == needed or computed == written == -1
     return isinstance(needed, (Channels, Named, Tensor)) or computed is needed or computed == needed
+
+
+def unless_open(computed: Any, needed: Any) -> Any:
+    """What is needed, but for each -1 that the code gives: which the op works out, for a batch of
+    any size."""
+    several = isinstance(needed, (tuple, list)) and isinstance(computed, (tuple, list))
+    if several and len(needed) == len(computed):
+        return type(needed)(map(unless_open, computed, needed))
+    return computed if type(computed) is type(needed) is int and computed == -1 else needed

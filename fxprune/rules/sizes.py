@@ -7,15 +7,10 @@ attributes are instances of :class:`TracedInt`. They behave as plain integers, a
 
 from __future__ import annotations
 
-import argparse
-import builtins
-import collections
-import contextlib
 import functools
 import keyword
 import math
 import operator
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,10 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-
-from ..modules.inspecting import modules_of
-from ..modules.near import package_of
 
 
 @dataclass(frozen=True)
@@ -84,7 +75,7 @@ class TracedInt(int):
 
 
 class TracedProduct(TracedInt):
-    """What ``numpy.prod`` makes of a shape, as a number of NumPy's would be used."""
+    """What stands for an integer of NumPy's, such as ``numpy.prod`` makes of a shape."""
 
     def item(self) -> TracedProduct:
         return self
@@ -92,6 +83,17 @@ class TracedProduct(TracedInt):
 
 class TracedFloat(float):
     origin: Origin
+
+
+class Literal(float):
+    """A plain float that asks a traced number on its right. Python's own takes what integers are
+    without asking them (``1.0 / x.shape[1]``)."""
+
+    def __reduce__(self) -> Any:
+        return float, (plain(self),)
+
+
+OWN = (TracedInt, TracedFloat, Literal)  # numbers that are not Python's
 
 
 def traced(value: Any, origin: Origin) -> Any:
@@ -152,7 +154,7 @@ def plain(number: Any) -> Any:
     """A traced number as Python's own; anything else as it is."""
     if isinstance(number, TracedInt):
         return int.__int__(number)
-    return float.__float__(number) if isinstance(number, TracedFloat) else number
+    return float.__float__(number) if isinstance(number, (TracedFloat, Literal)) else number
 
 
 def holds_traced(value: Any) -> bool:
@@ -187,7 +189,16 @@ def expression(number: Any) -> Any:
 
 _BINARY = ("add", "sub", "mul", "floordiv", "mod", "pow", "truediv", "lshift", "rshift",
            "and", "or", "xor")  # fmt: skip
-_NUMBERS = (int, float, TracedInt, TracedProduct, TracedFloat)
+NUMBERS = (int, float, TracedInt, TracedProduct, TracedFloat)
+
+
+def _operand(value: Any) -> Any:
+    """A number, traced or as Python's own; None for anything else."""
+    if type(value) in NUMBERS:
+        return value
+    if isinstance(value, (int, np.integer)):  # a flag, a member of an enumeration
+        return int(value)
+    return float(value) if isinstance(value, float) else None
 
 
 def _install(base: type, cls: type) -> None:
@@ -198,10 +209,11 @@ def _install(base: type, cls: type) -> None:
         compute = getattr(base, dunder)
         function = getattr(operator, f"{name}_" if keyword.iskeyword(name) else name)
 
-        def method(self: Any, other: Any, *rest: Any) -> Any:
-            value = compute(self, other, *rest)
-            if type(other) not in _NUMBERS or rest:
-                return value
+        def method(self: Any, given: Any, *rest: Any) -> Any:
+            other = _operand(given)
+            if other is None or rest:
+                return compute(self, given, *rest)
+            value = compute(self, other)
             if value is NotImplemented:  # an int and a float
                 pair = (plain(self), plain(other))
                 value = function(*(reversed(pair) if reflected else pair))
@@ -220,8 +232,7 @@ def _install(base: type, cls: type) -> None:
         compute = getattr(base, name)
 
         def method(self: Any, *digits: Any) -> Any:
-            value = compute(self, *digits)
-            return value if digits else traced(value, Operation(function, (self,)))
+            return traced(compute(self, *digits), Operation(function, (self, *digits)))
 
         method.__name__ = name
         setattr(cls, name, method)
@@ -236,7 +247,7 @@ def _install(base: type, cls: type) -> None:
         return self // other, self % other
 
     def both_reflected(self: Any, other: Any) -> Any:
-        return other // self, other % self
+        return self.__rfloordiv__(other), self.__rmod__(other)
 
     setattr(cls, "__divmod__", both)  # noqa: B010
     setattr(cls, "__rdivmod__", both_reflected)  # noqa: B010
@@ -254,6 +265,36 @@ _install(int, TracedInt)
 _install(float, TracedFloat)
 
 
+def asking(value: Any) -> Any:
+    """A plain float as one that asks; anything else as it is."""
+    return Literal(value) if type(value) is float else value
+
+
+def _install_asking(name: str, of_the_right: str = "") -> None:
+    """Have a method of floats make such floats, too, of plain numbers; ``of_the_right`` is the one
+    that is called of a traced number in its place."""
+    compute = getattr(float, name)
+
+    def method(self: Any, *other: Any) -> Any:
+        if of_the_right and isinstance(other[0], (TracedInt, TracedFloat)):
+            return getattr(other[0], of_the_right)(plain(self))
+        return asking(compute(self, *other))
+
+    method.__name__ = name
+    setattr(Literal, name, method)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod"):
+    _install_asking(f"__{_name}__", f"__r{_name}__")
+    _install_asking(f"__r{_name}__")
+for _name in ("neg", "pos", "abs"):
+    _install_asking(f"__{_name}__")
+for _name, _other in ("lt", "gt"), ("le", "ge"), ("eq", "eq"), ("ne", "ne"):
+    _install_asking(f"__{_name}__", f"__{_other}__")
+    _install_asking(f"__{_other}__", f"__{_name}__")
+setattr(Literal, "__hash__", float.__hash__)  # noqa: B010 (comparisons of its own hide it)
+
+
 # Called with (operator, operands, answer) for each question. Set while a run is recorded.
 on_question: Callable[[Callable[..., Any], tuple[Any, ...], Any], None] | None = None
 
@@ -263,7 +304,10 @@ def _install_questions(base: type, cls: type) -> None:
         plain_method = getattr(base, name)
 
         def method(self: Any, *other: Any) -> Any:
+            other = tuple(plain(o) if isinstance(o, Literal) else o for o in other)
             outcome = plain_method(self, *other)
+            if outcome is NotImplemented and isinstance(other[0], float):
+                outcome = function(plain(self), plain(other[0]))
             if on_question is not None and outcome is not NotImplemented:
                 on_question(function, (self, *other), outcome)
             return outcome
@@ -291,157 +335,3 @@ def bit_length(number: int) -> int:
 
 _install_questions(int, TracedInt)
 _install_questions(float, TracedFloat)
-
-
-@contextlib.contextmanager
-def traced_attributes(model: nn.Module) -> Iterator[None]:
-    """While recording, the integers in the modules' attributes know which attribute they are."""
-    undo: list[tuple[dict[str, Any], str, Any, Any]] = []
-
-    def wrap(space: dict[str, Any], prefix: str) -> None:
-        for key, value in list(space.items()):
-            kind = type(value)
-            if kind not in _SIZES or key[:1] == "_":
-                continue
-            if kind is int:
-                new: Any = traced(value, Attribute(f"{prefix}{key}"))
-            elif value and all(type(v) is int for v in value):
-                name = f"{prefix}{key}"
-                new = kind(traced(v, Attribute(name, i)) for i, v in enumerate(value))
-            else:
-                continue
-            undo.append((space, key, value, new))
-            space[key] = new
-
-    seen: set[int] = set()
-    for path, m in modules_of(model).items():
-        prefix = f"{path}." if path else ""
-        wrap(vars(m), prefix)
-        for key, value in vars(m).items():
-            kind: Any = type(value)
-            if kind not in _PLAIN and _is_configuration(kind) and id(value) not in seen:
-                seen.add(id(value))  # one is often shared by many modules
-                wrap(vars(value), f"{prefix}{key}.")
-    try:
-        yield
-    finally:
-        for space, key, old, new in reversed(undo):
-            if space.get(key) is new:  # else the model's own code has set it
-                space[key] = old
-
-
-_SIZES = frozenset((int, tuple, list))
-# What most attributes of modules are: no configurations.
-_PLAIN = frozenset(
-    (bool, int, float, str, type(None), tuple, list, dict, set, collections.OrderedDict, TracedInt)
-)
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_configuration(kind: type) -> bool:
-    """Whether an attribute of a module is an object whose attributes can be set in its place."""
-    if any("__call__" in vars(base) for base in kind.__mro__):  # a module, a function
-        return False
-    if issubclass(kind, (types.SimpleNamespace, argparse.Namespace)):
-        return True
-    if not getattr(kind, "__dictoffset__", 0):  # a number, a tuple
-        return False
-    frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
-    return not frozen and package_of(kind) not in ("torch", *sys.stdlib_module_names)
-
-
-def _length(value: Any, /) -> int:
-    """``len``: of a tensor its first size. Python makes of whatever a class's own ``__len__``
-    returns a number that does not know where it came from."""
-    if isinstance(value, torch.Tensor) and value.dim():
-        return value.shape[0]
-    return _len(value)
-
-
-class _IsRange(type):
-    def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, _range)
-
-
-class _Range(metaclass=_IsRange):
-    """``range``, which takes what integers are without asking them."""
-
-    def __new__(cls, *bounds: Any) -> Any:
-        return _range(*map(_asked, bounds))
-
-
-def _asked(number: Any) -> Any:
-    return int(number) if isinstance(number, TracedInt) else number
-
-
-def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def asking(*numbers: Any) -> Any:
-        return function(*map(_asked, numbers))
-
-    return asking
-
-
-def _product(numbers: Any, /, *, start: Any = 1) -> Any:
-    return functools.reduce(operator.mul, numbers, start)
-
-
-def _array_product(numbers: Any, *rest: Any, **named: Any) -> Any:
-    """``numpy.prod``, which makes numbers of its own of a shape."""
-    flat = isinstance(numbers, (list, tuple)) and all(type(n) in _NUMBERS for n in numbers)
-    if flat and not rest and not named and holds_traced(numbers):
-        whole = _product(numbers)
-        product = TracedProduct(plain(whole))
-        product.origin = whole.origin
-        return product
-    return _numpys_prod(numbers, *rest, **named)
-
-
-_len, _range, _numpys_prod = builtins.len, builtins.range, np.prod
-_ASKING = ("log", "log2", "log10", "gcd", "lcm", "isqrt", "comb", "perm", "factorial")
-_READING: list[tuple[Any, str, Any]] = [
-    (builtins, "len", _length), (builtins, "range", _Range), (math, "prod", _product),
-    (np, "prod", _array_product),
-    *((math, name, _asking(getattr(math, name))) for name in _ASKING),
-]  # fmt: skip
-
-
-@contextlib.contextmanager
-def traced_builtins() -> Iterator[None]:
-    """While recording, functions of Python's own that read integers past their methods ask them:
-    what they make of them knows its origin, or is an answer. Modules that are imported meanwhile
-    find Python's, for they may keep what they find."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in _READING]
-    depth = 0
-
-    def put(functions: list[tuple[Any, str, Any]]) -> None:
-        for owner, name, function in functions:
-            setattr(owner, name, function)
-
-    def run(execute: Callable[[Any], Any], module: Any) -> None:
-        nonlocal depth
-        depth += 1
-        put(before)
-        try:
-            execute(module)
-        finally:
-            depth -= 1
-            if not depth and finder in sys.meta_path:  # else it was found now and is run later
-                put(_READING)
-
-    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-        others = (f for f in sys.meta_path if f is not finder and hasattr(f, "find_spec"))
-        found = next(filter(None, (f.find_spec(name, path, target) for f in others)), None)
-        loader: Any = getattr(found, "loader", None)
-        if hasattr(loader, "exec_module") and not isinstance(loader, type):  # of a file
-            loader.exec_module = functools.partial(run, loader.exec_module)
-        return found
-
-    finder: Any = types.SimpleNamespace(find_spec=find_spec)
-    put(_READING)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        put(before)

@@ -41,7 +41,7 @@ def spec(value: Any) -> Any:
     """``value`` with a :class:`Spec` in the place of each tensor."""
     if isinstance(value, torch.Tensor):
         return Spec(tuple(int(n) for n in value.shape), value.dtype)
-    if isinstance(value, (sizes.TracedInt, sizes.TracedFloat)):
+    if isinstance(value, sizes.OWN):
         return sizes.plain(value)
     if isinstance(value, (tuple, list)):
         return (list if type(value) is list else tuple)(map(spec, value))

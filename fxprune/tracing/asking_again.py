@@ -57,7 +57,7 @@ def checked(trace: Trace) -> fx.Graph:
             question, value = asked[key], copies.__getitem__
             operands = [number_in(graph, n, value, attribute) for n in question.operands]
             expect(question.function, question.answer, str(question), *operands)
-        if parts_of_a_size(trace, node):
+        if parts_by_size(trace, node):
             expect(len, len(node.meta["spec"]), f"len({node.name})", copies[node])
     return graph
 
@@ -69,16 +69,15 @@ def _depends_on_input(question: sizes.Question) -> bool:
     return bool(read) and not of_caches and question.function in QUESTIONS.values()
 
 
-def parts_of_a_size(trace: Trace, node: fx.Node) -> tuple[fx.Node, int] | None:
-    """The tensor and the dimension of a call that takes it apart in as many parts as its size says
-    (of a batch, of a sequence), where the code may have taken each in its turn."""
+def parts_by_size(trace: Trace, node: fx.Node) -> bool:
+    """Whether a call takes a tensor apart in as many parts as its size says (of a batch, of a
+    sequence), where the code may have taken each in its turn."""
     pattern = trace.pattern(node)
     given = (*node.args, *node.kwargs.values())
     by_list = any(isinstance(each, (list, tuple)) for each in given)
     if pattern is None or pattern.kind != "split" or by_list:
-        return None
+        return False
     names = argument_names(node.target, len(node.args), node.kwargs) or []
     at = names.index("dim") if "dim" in names else len(given)
     dim = node.args[at] if at < len(node.args) else node.kwargs.get("dim", 0)
-    x = given[0]
-    return (x, dim) if isinstance(x, fx.Node) and isinstance(dim, int) else None
+    return isinstance(given[0], fx.Node) and isinstance(dim, int)

@@ -93,7 +93,7 @@ class AtenRecorder(TorchDispatchMode):
             return node
         if isinstance(value, (tuple, list, dict, slice)):
             return tree.rebuild(value, self._argument)
-        if isinstance(value, (sizes.TracedInt, sizes.TracedFloat)):
+        if isinstance(value, sizes.OWN):
             return sizes.plain(value)
         return value if type(value) in BASIC else None
 

@@ -135,7 +135,7 @@ class Nodes:
         """``value`` as an argument of a node: tensors and traced sizes become nodes."""
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
-        if isinstance(value, (sizes.TracedInt, sizes.TracedFloat)):
+        if isinstance(value, sizes.OWN):
             return self._size(value)
         if isinstance(value, PackedSequence):  # whose constructor takes tensors only
             parts = tuple(self.argument(part) for part in value)
@@ -304,7 +304,7 @@ class Nodes:
         number = self.own(number)
         origin = getattr(number, "origin", None)
         if origin is None:
-            return number
+            return sizes.plain(number)
         key = sizes.expression(number)
         if key not in self._memo:
             self._memo[key] = self.add(self._size_node(origin), number)

@@ -12,9 +12,9 @@ from torch import fx, nn
 
 from ..errors import InputError, ModelError, PruningError
 from ..modules.running import LOCK, bind_inputs, describe, evaluating, uncollected, wanted
-from ..rules import sizes
 from ..rules.registry import python_functions
 from . import caches
+from .asking import asking_literals, traced_attributes, traced_builtins
 from .asking_again import checked
 from .flags import depend_on_mode
 from .intercepting import autograd_functions, calls_of, told, uncompiled, variables
@@ -113,8 +113,9 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
         torch.inference_mode(False),  # or nothing would tell of writes in place
         uncollected(),
         evaluating(model, training=training),
-        sizes.traced_attributes(model),
-        sizes.traced_builtins(),
+        traced_attributes(model),
+        traced_builtins(),
+        asking_literals(model),
         recorded_types(),
         caches.passed_by(),
         torch.no_grad(),

@@ -177,6 +177,9 @@ class Recorder(TorchFunctionMode):
         self._inside_torch = True
         try:
             return self._torch_call(func, args, kwargs)
+        except Exception:
+            self._unsaid("goes on after a call that failed")  # if it does
+            raise
         finally:
             self._inside_torch = False
 
