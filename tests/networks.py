@@ -238,3 +238,29 @@ def settings_of_a_plan(draw):
         "scope": draw(st.sampled_from(["local", "local", "global", "isomorphic"])),
         "round_to": draw(st.sampled_from([1, 1, 2])),
     }
+
+
+class Conditioned(nn.Module):
+    """A layer that the input leaves out, and code that only checks how long it is."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.a, self.given, self.b, self.how = (
+            nn.Linear(4, 16),
+            nn.Linear(4, 16),
+            nn.Linear(16, 3),
+            how,
+        )
+
+    def forward(self, x, more=None):
+        if self.how == "assert":
+            assert x.shape[1] <= 16
+        elif self.how == "raise":
+            if x.shape[1] > 16:
+                raise ValueError("too long")
+        else:
+            x = x / int(x.shape[1] ** 0.5)
+        h = self.a(x)
+        if more is not None:
+            h = h + self.given(more)
+        return self.b(torch.sigmoid(h))

@@ -8,6 +8,7 @@ from torch import nn
 
 import fxprune
 
+from .networks import Conditioned
 from .oracle import awake, check, difference, run
 
 
@@ -66,3 +67,10 @@ def test_layers_that_no_code_ever_runs_hold_nothing():
 
     small = fxprune.prune(awake(Spare()), torch.ones(2, 8, dtype=torch.float64))
     assert small.layers[0].out_features == 4
+
+
+@pytest.mark.parametrize("how", ["assert", "raise", "number"])
+def test_code_that_only_checks_sizes_does_not_choose_between_layers_by_them(how):
+    x = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    plan, small = check(Conditioned(how), x)
+    assert small.a.out_features == 8

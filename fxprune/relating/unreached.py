@@ -67,5 +67,8 @@ def _by_data(trace: Trace, paths: list[str]) -> bool:
         if n.op == "call_module" and str(n.target) in paths
     }  # fmt: skip
     calls = [trace.calls[i] for i in runs if i is not None]
-    asked = (number for call in calls for q in call.questions for number in q.operands)
+    asked = (
+        number for call in calls for q in call.questions for number in q.operands
+        if not q.only_checks and q.function not in sizes.LOSING
+    )  # fmt: skip
     return bool(sizes.dimensions(asked)) or any(call.reads_data for call in calls)

@@ -56,6 +56,7 @@ class Question:
     answer: Any
     where: str = ""  # file and line
     site: Any = None  # the code that asked, and the place of its instruction
+    only_checks: bool = False  # another answer would have been an error
 
     @property
     def key(self) -> Any:

@@ -51,7 +51,7 @@ def _checked_at(code: CodeType) -> dict[int, list[bool]]:
         if _raises(steps, at.get(step.argval, len(steps))):
             answers.append(not jumps)
         for asked in steps[max(i - 1, 0) : i + 1]:  # by the jump, or by the step before it
-            if asked is step or asked.opname == "TO_BOOL":
+            if asked is step or asked.opname in ("TO_BOOL", "COMPARE_OP"):
                 found[asked.offset] = answers
     return found
 

@@ -85,8 +85,9 @@ class Recorder(TorchFunctionMode):
                 operands = tuple(map(self.nodes.own, operands))
                 frame = frame_of_model()
                 question = sizes.Question(
-                    function, operands, answer, line_of(frame), site_of(frame)
-                )
+                    function, operands, answer, line_of(frame), site_of(frame),
+                    is_check(frame, answer),
+                )  # fmt: skip
                 self.calls[self.nodes.running[-1]].questions.append(question)
 
         before, sizes.on_question = sizes.on_question, note
