@@ -18,9 +18,9 @@ ACTIVATION_OPS = (
     "hardtanh", "logsigmoid", "threshold", "rrelu",
 )  # fmt: skip
 ARITHMETIC = (
-    "add", "sub", "div", "true_divide", "floor_divide", "remainder", "fmod", "pow", "neg",
-    "iadd", "isub", "itruediv", "radd", "rsub", "rtruediv", "rdiv", "rpow",
-    "truediv", "floordiv", "maximum", "minimum", "fmax", "fmin", "abs", "exp", "expm1", "log",
+    "add", "sub", "floor_divide", "remainder", "fmod", "pow", "neg", "iadd", "isub", "radd",
+    "rsub", "rtruediv", "rdiv", "rpow", "floordiv",
+    "maximum", "minimum", "fmax", "fmin", "abs", "exp", "expm1", "log",
     "log1p", "log2", "log10", "sqrt", "rsqrt", "square", "sin", "cos", "erf", "sign", "floor",
     "ceil", "round", "reciprocal", "clamp", "clip", "clamp_min", "clamp_max", "where",
     "masked_fill", "lerp", "addcmul", "addcdiv", "nan_to_num", "eq", "ne", "lt", "le", "gt", "ge",
@@ -36,6 +36,7 @@ SAME = (
 
 @register(*ARITHMETIC)
 @register("mul", "imul", "rmul", product=True)
+@register("div", "true_divide", "divide", "truediv", "itruediv", product="first")
 def elementwise(a, call):
     """y = f(x, …), element by element, operands meeting under broadcasting."""
     return a.elementwise(call)

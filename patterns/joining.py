@@ -28,7 +28,7 @@ def cat(a, call):
         )
         for p in parts
     ]
-    met = a.meet(call, others, None, broadcast_shape([o.shape for o in others]))
+    met = a.meet(call, others, same_in_all, broadcast_shape([o.shape for o in others]))
     axes = list(met.axes)
     parts = [p for p in parts if p.shape[dim]] or parts[:1]
     if any(p.axis(dim) for p in parts):

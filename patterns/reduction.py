@@ -66,7 +66,7 @@ def norm(a, call):
     return reduce(a, call, 2, 3)
 
 
-@register("normalize")
+@register("normalize", product="first")
 def normalize(a, call):
     """y = x / ‖x‖ over dimensions."""
     x, dims = call.channels(), call.arg(2, "dim", 1)

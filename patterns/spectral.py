@@ -37,14 +37,14 @@ def view_as_complex(a, call):
     """y = x[…, 0] + i x[…, 1]."""
     x = call.channels()
     x = a.freeze_dims(x, [len(x.shape) - 1], "they are real and imaginary parts", call)
-    return a.forget(Channels(x.shape[:-1], x.axes))
+    return Channels(x.shape[:-1], tuple(map(a.reduced, x.axes)))
 
 
 @register("view_as_real")
 def view_as_real(a, call):
     """y[…, 0] + i y[…, 1] = x."""
     x = call.channels()
-    return a.forget(Channels((*x.shape, 2), x.axes))
+    return Channels((*x.shape, 2), tuple(map(a.reduced, x.axes)))
 
 
 @register("complex", "polar", "real", "imag", "angle", "conj", "conj_physical", "resolve_conj")

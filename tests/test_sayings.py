@@ -246,3 +246,39 @@ def test_where_flags_are_set_is_no_number_of_a_channel():
     net = Net(forward, a=nn.Linear(4, 12), b=nn.Linear(12, 5), c=nn.Linear(12, 3))
     _, small = check(net, torch.randn(3, 4, dtype=torch.float64))
     assert (small.a.out_features, small.b.out_features) == (6, 5)
+
+
+SILENT = {
+    "over a norm": lambda y: y / y.norm(dim=-1, keepdim=True),
+    "over a sum": lambda y: torch.div(y, 1 + y.pow(2).sum(-1, keepdim=True)),
+    "normalized": lambda y: F.normalize(y, dim=-1),
+    "squashed": lambda y: y * (y.norm(dim=1, keepdim=True) / (1 + y.norm(dim=1, keepdim=True))),
+    "heads under each other": lambda y: torch.cat(y.split(4, 1), 0),
+    "rotated": lambda y: torch.view_as_real(
+        torch.view_as_complex(y.reshape(-1, 4, 2)) * torch.tensor(0.6 + 0.8j).to(torch.complex128)
+    ).flatten(1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", SILENT)
+def test_a_channel_that_is_zero_stays_zero(how):
+    """So the products of two layers that have no biases can lose some."""
+
+    def forward(s, x):
+        return SILENT[how](s.a(x)) @ SILENT[how](torch.sin(s.b(x))).t()
+
+    net = Net(forward, a=nn.Linear(5, 8, bias=False), b=nn.Linear(5, 8, bias=False))
+    plan, small = check(net, X[:, 0, :, :5].flatten(0, 1))
+    assert small.a.out_features == small.b.out_features == 4
+
+
+def test_over_what_may_be_zero_a_zero_is_no_number():
+    """0 / 0 is none: what divides channels by themselves keeps them."""
+
+    def forward(s, x):
+        y = s.a(x)
+        return (y / y) @ s.b(x).t()
+
+    net = Net(forward, a=nn.Linear(5, 8, bias=False), b=nn.Linear(5, 8, bias=False))
+    plan, small = check(net, X[:, 0, :, :5].flatten(0, 1), shrinks=False)
+    assert small.a.out_features == 8

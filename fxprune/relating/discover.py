@@ -207,8 +207,9 @@ class Discover(Sayings):
     ) -> Channels:
         self._spoken = None
         axes = []
+        filled = dims is None and not call.spec.is_index  # with positions, it would be one of them
         for d, n in enumerate(call.shape):
-            if n > 1 and not call.spec.is_index and (dims is None or d in dims):
+            if n > 1 and (filled if dims is None else d in dims):
                 labels = self.labels.fresh(n)
                 axes.append(Axis((d,), labels, self.filled(value, n), blank=True))
         return Channels(call.shape, tuple(axes))

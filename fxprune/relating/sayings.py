@@ -150,7 +150,7 @@ class Sayings(Walk):
 
     def meet_constants(self, call, operands, touched, dims, shape, function, together):
         product = call.pattern is not None and call.pattern.product
-        if function is None or self.telling is None:
+        if self.telling is None or not (product or function is not None):
             return None, False
         if not (product or all(map(_may_be_known, operands, touched))):
             return None, False
@@ -167,8 +167,11 @@ class Sayings(Walk):
         # Where a factor is zero the product is, whatever the other factor is.
         zero = None
         if product:
-            factors = [a == 0 for a, axes in zip(laid, touched, strict=True) if len(axes) == 1]
+            deciding = list(zip(laid, touched, strict=True))[: 1 if product == "first" else None]
+            factors = [a == 0 for a, axes in deciding if len(axes) == 1]
             zero = functools.reduce(torch.logical_or, factors) if factors else None
+        if function is None:  # of complex numbers, say: nothing but their zeros is known
+            return (None if zero is None else _zero_or_nan(zero.expand(rows, *sizes))), False
         if unknown is not None:
             if unknown.all() and (zero is None or not zero.any()):
                 return None, False

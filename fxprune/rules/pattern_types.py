@@ -40,7 +40,7 @@ class Pattern:
     refresh: Callable[[nn.Module], None] | None = None
     forward: Callable[..., Any] | None = None
     reads: Callable[..., Any] | None = None
-    product: bool = False
+    product: bool | str = False
     steps: Mapping[int, Pattern] | None = None
     shared: bool = False
     source: str = ""
@@ -81,7 +81,7 @@ def pattern(
     refresh: Callable[[nn.Module], None] | None = None,
     forward: Callable[..., Any] | None = None,
     reads: Callable[..., Any] | None = None,
-    product: bool = False,
+    product: bool | str = False,
     shared: bool = False,
 ) -> Any:
     """What fxprune is to know about ``targets``; :func:`fxprune.register` takes the same.
@@ -128,7 +128,7 @@ def pattern(
             then gives as ``"forward"``; modules that have it follow the same rule.
         reads: ``reads(module, name, args, kwargs)`` gives what a weight of the module, by name,
             reads in a call, where that is no argument of it: (…, channels), or None.
-        product: the result is 0 wherever an operand is.
+        product: the result is 0 wherever an operand is; ``"first"``: wherever the first one is.
         shared: whether the nodes inside a run may be read by others too.
 
     Raises:
