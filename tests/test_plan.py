@@ -114,6 +114,91 @@ def test_ignore_by_name_glob_module_or_type_keeps_every_output_channel(key):
     assert plan.apply(net)[2].out_channels == 12
 
 
+class Part(nn.Sequential):
+    pass
+
+
+def nested():
+    """Three layers that make channels, two of them inside of parts, and that of the output."""
+    return nn.Sequential(
+        Part(nn.Conv2d(3, 8, 1), nn.ReLU(), Part(nn.Conv2d(8, 16, 1), nn.ReLU())),
+        nn.Conv2d(16, 12, 1), nn.ReLU(), nn.Flatten(), nn.Linear(768, 4),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("key, inside", [
+    ("0", {"0.0", "0.2.0"}), ("0.2", {"0.2.0"}), ("?.2", {"0.2.0"}), (Part, {"0.0", "0.2.0"}),
+    ("module", {"0.0", "0.2.0"}), (nn.Module, {"0.0", "0.2.0", "1"}), ("1", {"1"}),
+], ids=str)  # fmt: skip
+def test_what_is_said_of_a_container_holds_for_every_layer_inside(key, inside):
+    net = nested()
+    key = net[0] if key == "module" else key
+    full = {"0.0": 8, "0.2.0": 16, "1": 12, "4": 4}
+
+    def kept(**settings):
+        return widths(fxprune.plan(net, X, **settings))
+
+    def among(share, other):
+        left = {n: round(w * (share if n in inside else other)) for n, w in full.items()}
+        return left | {"4": 4}
+
+    assert kept(ignore=[key]) == among(1, 0.5)
+    assert kept(sparsity={key: 0.25}) == among(0.75, 1)
+    assert kept(min_width={key: 0.75}) == kept(max_sparsity={key: 0.25}) == among(0.75, 0.5)
+    assert kept(min_width={key: 0.75}, scope="global") == kept(
+        min_width=dict.fromkeys(inside, 0.75), scope="global"
+    )
+
+
+def test_of_a_layer_and_what_contains_it_the_first_key_counts():
+    plan = fxprune.plan(nested(), X, sparsity={"0.0": 0.25, "0": 0.5})
+    assert widths(plan) == {"0.0": 6, "0.2.0": 8, "1": 12, "4": 4}
+    plan = fxprune.plan(nested(), X, sparsity={"0": 0.5, "0.0": 0.25})
+    assert widths(plan) == {"0.0": 4, "0.2.0": 8, "1": 12, "4": 4}
+
+
+def test_a_layer_is_inside_of_everything_that_holds_it():
+    net = nested()
+    net.also = net[0]  # not called by this name
+    net.forward = lambda x: nn.Sequential.forward(net[:5], x)
+    assert widths(fxprune.plan(net, X, ignore="also"))["0.2.0"] == 16
+
+
+def test_layers_that_are_coupled_lose_the_least_that_is_said_of_one():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1), nn.Conv2d(8, 2, 1)
+
+        def forward(self, x):
+            return self.c(self.a(x) + self.b(x))
+
+    for sparsity in ({"a": 0.75, "b": 0.25}, {"b": 0.25, "a": 0.75}):
+        assert widths(fxprune.plan(Sum(), X, sparsity=sparsity))["a"] == 6
+
+
+@pytest.mark.parametrize("settings", [
+    {"ignore": "2"}, {"ignore": ["1", "0.1"]}, {"ignore": nn.Flatten}, {"sparsity": {"0.1": 0.5}},
+    {"sparsity": {"0": 0.25, "2": 0.5}}, {"min_width": {nn.ReLU: 4}}, {"max_sparsity": {"3": 0.5}},
+], ids=str)  # fmt: skip
+def test_a_key_that_matches_nothing_that_makes_channels_is_refused(settings):
+    with pytest.raises(fxprune.SettingError, match="matches only modules that make no channels"):
+        fxprune.plan(nested(), X, **settings)
+
+
+def test_a_norm_may_be_ignored_but_has_no_width_of_its_own():
+    assert widths(fxprune.plan(coupled(), X, ignore="1"))["0"] == 8
+    with pytest.raises(fxprune.SettingError, match="sparsity: '1' matches only modules that make"):
+        fxprune.plan(coupled(), X, sparsity={"1": 0.5})
+
+
+def test_a_layer_that_is_not_called_may_be_named():
+    net = deep()
+    net[1].never = nn.Linear(2, 2)
+    plan = fxprune.plan(net, X, ignore=["1.never"])
+    assert dict(plan.skipped)["1.never"] == "it is not called on the example input"
+
+
 @pytest.mark.parametrize("round_to, left", [(1, 5), (2, 6), (3, 6), (4, 8), (16, 10)])
 def test_round_to_gives_multiples_and_never_more_than_there_were(round_to, left):
     net = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 2))

@@ -149,6 +149,7 @@ def test_a_plan_asks_for_the_model_inside(use, wrap, said, tmp_path):
     (lambda m, x: fxprune.plan(m, x, calibration_batches=3), "pass both"),
     (lambda m, x: MaskScheduler([(m[0], "weight")], 0.5), "no function of the step"),
     (lambda m, x: fxprune.plan(m, x, ignore=[m[0].weight]), "ignore: a tensor"),
+    (lambda m, x: fxprune.plan(m, x, ignore={"0": True}), "ignore=.*is not a name, a glob"),
     (lambda m, x: fxprune.plan(m, x).penalty(m, grow=float("nan")), "grow=nan"),
     (lambda m, x: fxprune.Pruner(m, x, target=0.5), "target=0.5"),
     (lambda m, x: fxprune.Pruner(m, x, also=3), "also=3"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import importance
 from ..errors import SettingError
-from ..modules.inspecting import modules_of
+from ..modules.inspecting import modules_of, parts_of
 from .rounding import preferred
 from .scope import SCOPES
 from .target import Target
@@ -87,7 +87,7 @@ def checked(given: Settings) -> Settings:
             raise SettingError(f"max_sparsity={value!r} is not a fraction in [0, 1]")
     if isinstance(ignore, (str, type, nn.Module)):
         ignore = (ignore,)
-    elif not isinstance(ignore, Iterable):
+    elif not isinstance(ignore, Iterable) or isinstance(ignore, Mapping):
         raise SettingError(f"ignore={ignore!r} is not a name, a glob, a type, a module or several")
     if isinstance(outputs, str):
         outputs = (outputs,)
@@ -125,23 +125,66 @@ def matches(key: Any, path: str, module: nn.Module) -> bool:
     return key is module
 
 
+class Meaning:
+    """Which modules the keys of settings mean: those that match by any of their names, and all that
+    is inside of these."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._meant: dict[Any, set[int]] = {}
+
+    def __call__(self, key: Any, module: nn.Module) -> bool:
+        if key not in self._meant:
+            found = {id(m): m for path, m in self._modules.items() if matches(key, path, m)}
+            self._meant[key] = {id(part) for m in found.values() for part in parts_of(m)}
+        return id(module) in self._meant[key]
+
+    def first(self, setting: Mapping[Any, Any], module: nn.Module) -> Any:
+        """What the first key says that means a module; None where none does."""
+        return next((value for key, value in setting.items() if self(key, module)), None)
+
+
 def check_names(model: nn.Module, settings: Settings) -> None:
     """Every key of ``ignore``, and of settings that are mappings, has to mean something."""
     modules = modules_of(model)
-    keys = {"ignore": settings.ignore or ()}
+    for setting, key in _keys(settings):
+        if not isinstance(key, (str, type, nn.Module)):
+            given = "a tensor" if isinstance(key, Tensor) else repr(key)
+            raise SettingError(f"{setting}: {given} is not a name, a glob, a type or a module")
+        if not any(matches(key, path, m) for path, m in modules.items()):
+            near = get_close_matches(key, list(modules), 3) if isinstance(key, str) else []
+            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+            raise SettingError(
+                f"{setting}: {_shown(key)} matches no module of {type(model).__name__}{hint}. "
+                "Names are those of model.named_modules()."
+            )
+
+
+def check_makers(
+    settings: Settings, meaning: Meaning, makers: Sequence[nn.Module], others: Sequence[nn.Module]
+) -> None:
+    """Every key has to mean a module that makes channels, else it would do nothing.
+
+    Args:
+        makers: the modules that make channels, or might if they were called.
+        others: which only ``ignore`` may mean: norms, that handle channels of others.
+    """
+    for setting, key in _keys(settings):
+        concerned = [*makers, *others] if setting == "ignore" else makers
+        if makers and not any(meaning(key, module) for module in concerned):
+            raise SettingError(
+                f"{setting}: {_shown(key)} matches only modules that make no channels, and have "
+                "none inside that does. Name the layer before, or one that contains it."
+            )
+
+
+def _keys(settings: Settings) -> Iterator[tuple[str, Any]]:
+    """Each setting that names modules, with each of its keys."""
+    yield from (("ignore", key) for key in settings.ignore or ())
     for setting in ("sparsity", "min_width", "max_sparsity"):
         if isinstance(given := getattr(settings, setting), Mapping):
-            keys[setting] = tuple(given)
-    for setting, wanted in keys.items():
-        for key in wanted:
-            if not isinstance(key, (str, type, nn.Module)):
-                given = "a tensor" if isinstance(key, Tensor) else repr(key)
-                raise SettingError(f"{setting}: {given} is not a name, a glob, a type or a module")
-            if not any(matches(key, path, m) for path, m in modules.items()):
-                near = get_close_matches(key, list(modules), 3) if isinstance(key, str) else []
-                hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
-                shown = key if isinstance(key, (str, type)) else type(key).__name__
-                raise SettingError(
-                    f"{setting}: {shown!r} matches no module of {type(model).__name__}{hint}. "
-                    "Names are those of model.named_modules()."
-                )
+            yield from ((setting, key) for key in given)
+
+
+def _shown(key: Any) -> str:
+    return repr(key if isinstance(key, (str, type)) else type(key).__name__)

@@ -59,13 +59,15 @@ def plan(
         model: any module that runs on ``example_input``.
         example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
         sparsity: the fraction of units that each group loses, in [0, 1); or a mapping from module
-            name (globs allowed), module or module type to a fraction, of which the first that
-            matches counts. Layers that a mapping does not match stay whole, with all that is
-            coupled to them. A layer whose inputs and outputs both lose s of their units keeps
-            (1 - s)² of its parameters and multiply-accumulates. By default 0.5.
+            name (globs allowed), module or module type to a fraction. Each holds for all layers
+            inside the module, and of several that match a layer the first counts. Layers that are
+            coupled lose the least that is said of one. Layers that a mapping does not match stay
+            whole, with all that is coupled to them. A layer whose inputs and outputs both lose s of
+            their units keeps (1 - s)² of its parameters and multiply-accumulates. By default 0.5.
         target: how much is to be left, instead: ``fxprune.Target(params=0.5)``, ``macs`` or
             ``latency``. ``plan.target`` says what was asked and got.
-        ignore: module names, globs, types or modules whose output channels all stay.
+        ignore: module names, globs, types or modules whose output channels all stay, and those of
+            all layers inside them.
         importance: what scores units; the lowest go. A name (``"l2"``, ``"l1"``, ``"lamp"``,
             ``"fpgm"``, ``"bn_scale"``, ``"random"``), a criterion of :mod:`fxprune.importance`
             (``Taylor(batches, loss=...)``), a function of your own, or a mapping from group names

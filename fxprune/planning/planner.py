@@ -19,8 +19,9 @@ from ..calibration.reconstruction import Reconstruction
 from ..choosing.owed import Owed
 from ..choosing.scope import MOST, Contender, fractions, structure, work_of
 from ..choosing.select import Choice, keep_count
-from ..choosing.settings import Settings, matches
+from ..choosing.settings import Meaning, Settings, check_makers
 from ..mending.mend import Mended, Mending, Unfit
+from ..modules.inspecting import dotted
 from ..relating import groups
 from ..relating.constants import Constants
 from ..relating.fold import Folds, folds
@@ -35,6 +36,7 @@ from .pruning_plan import PruningPlan
 
 # Each round freezes a group or, in a Compactor, units of one; with a budget, a few do neither.
 _ROUNDS = 50
+_OF_NORMS = ("scale", "stat")  # roles of slices that act on channels which others make
 
 
 class Planner:
@@ -68,6 +70,7 @@ class Planner:
         self.relations = relations
         self.settings = settings
         self.modules = trace.modules
+        self.meaning = Meaning(self.modules)
         self.groups = groups.groups(relations)
         self._names = self._unique_names()
         self.scores: dict[int, np.ndarray] = {}
@@ -78,6 +81,7 @@ class Planner:
         self.carriers = np.zeros(size, dtype=bool)
 
     def plan(self) -> PruningPlan:
+        self._check_keys()
         self._ask()
         for _ in range(_ROUNDS + len(self.removed)):
             self._divide()
@@ -87,6 +91,20 @@ class Planner:
                 self._explain_whole()
                 return assemble(self, mended)
         raise AssertionError("freezing did not come to an end")
+
+    def _check_keys(self) -> None:
+        """What settings name has to make channels. A layer may that is not called, or whose weight
+        no pattern knows: the plan says so of it."""
+        sources = self.relations.sources
+        used = {s.name for s in sources}
+        makers = [self.owner(s)[1] for s in sources if s.role == "out"]
+        norms = [self.owner(s)[1] for s in sources if s.role in _OF_NORMS]
+        makers += [
+            module for path, module in self.modules.items()
+            if any(p is not None and p.dim() > 1 and dotted(path, name) not in used
+                   for name, p in module._parameters.items())
+        ]  # fmt: skip
+        check_makers(self.settings, self.meaning, makers, norms)
 
     def _ask(self) -> None:
         """Which groups can lose units, and how these score."""
@@ -167,21 +185,21 @@ class Planner:
         """What a setting that may be a mapping says of the layers that make a group's channels."""
         if not isinstance(setting, Mapping):
             return [] if setting is None else [setting]
-        found = (_first(setting, *self.owner(axis)) for axis in group.producers)
+        found = (self.meaning.first(setting, self.owner(axis)[1]) for axis in group.producers)
         return [value for value in found if value is not None]
 
     def _fraction(self, group: groups.Group) -> tuple[float, str | None]:
         """What it is asked to lose, and why not where nothing of it may go."""
-        norms = [axis for axis in group.axes if axis.role in ("scale", "stat")]  # make no channels
+        norms = [axis for axis in group.axes if axis.role in _OF_NORMS]
         for path, module in map(self.owner, [*group.producers, *norms]):
-            if any(matches(key, path, module) for key in self.settings.ignore):
+            if any(self.meaning(key, module) for key in self.settings.ignore):
                 return 0.0, f"{path} is in ignore"
         sparsity = self.settings.sparsity
         if not isinstance(sparsity, Mapping):
             return float(sparsity), None
         asked = []
         for path, module in map(self.owner, group.producers):
-            asked.append(_first(sparsity, path, module))
+            asked.append(self.meaning.first(sparsity, module))
             if asked[-1] is None:
                 return 0.0, f"sparsity does not name {path}"
         return self._of_now(sparsity, group, min(asked, default=0.0)), None
@@ -360,8 +378,3 @@ class Planner:
         for group in concerned:
             group.frozen = f"{reason} ({where})" if where else reason
             group.line = line
-
-
-def _first(setting: Mapping[Any, Any], path: str, module: nn.Module) -> Any:
-    """What the first key says that a layer matches; None where none does."""
-    return next((value for key, value in setting.items() if matches(key, path, module)), None)
