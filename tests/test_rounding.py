@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torchvision
@@ -9,6 +10,10 @@ from torch import nn
 
 import fxprune
 from fxprune.choosing.rounding import preferred
+from fxprune.choosing.select import Choice
+
+from .oracle import check
+from .test_trace import Net
 
 X = torch.randn(1, 3, 8, 8)
 
@@ -96,6 +101,85 @@ def test_bins_stay_equal_and_rounding_never_leaves_nothing():
     for round_to, left in ((1, 4), (8, 8), (16, 16), (24, 24), (64, 32)):
         small = fxprune.prune(model, x, sparsity=0.95, round_to=round_to)
         assert small[0].out_channels == left
+
+
+def beside(a, b, groups):
+    """Two layers, whose channels are parts of a convolution in groups."""
+    return Net(
+        lambda s, x: s.c(torch.cat([s.a(x), s.b(x)], 1)),
+        a=nn.Conv2d(3, a, 1), b=nn.Conv2d(3, b, 1), c=nn.Conv2d(a + b, 12, 1, groups=groups),
+    )  # fmt: skip
+
+
+def overlapping():
+    """The channels of one layer are added to some of another's, and these lie in two groups."""
+
+    def forward(s, x):
+        a = s.a(x)
+        a = torch.cat([a[:, :16] + s.d(x), a[:, 16:]], 1)
+        return s.c(torch.cat([a, s.b(x)], 1))
+
+    layers = {"a": nn.Conv2d(3, 40, 1), "b": nn.Conv2d(3, 24, 1), "d": nn.Conv2d(3, 16, 1)}
+    return Net(forward, c=nn.Conv2d(64, 8, 1, groups=2), **layers)
+
+
+@pytest.mark.parametrize("sparsity", [0.3, 0.6])
+@pytest.mark.parametrize("round_to", [2, 4, 8])
+@pytest.mark.parametrize("build", [
+    lambda: beside(40, 40, 2), lambda: beside(40, 40, 4), lambda: beside(32, 96, 4),
+    lambda: beside(40, 24, 2), overlapping,
+], ids=["a layer a part", "two parts", "one and three", "across", "overlapping"])  # fmt: skip
+def test_every_layer_that_makes_the_parts_is_rounded(build, round_to, sparsity):
+    settings = {"sparsity": sparsity, "round_to": round_to, "importance": "l1"}
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    _, small = check(build(), x, **settings)
+    names = [n for n, _ in small.named_children() if n != "c"]
+    widths = {n: (getattr(small, n).out_channels, getattr(build(), n).out_channels) for n in names}
+    assert all(now % round_to == 0 for now, _ in widths.values()), widths
+    assert widths["a"][0] < widths["a"][1]
+
+
+@pytest.mark.parametrize("round_to", [2, 8])
+def test_halves_that_are_shuffled_are_rounded_one_by_one(round_to):
+    model = torchvision.models.shufflenet_v2_x0_5(weights=None).eval()
+    small = fxprune.prune(model, torch.randn(1, 3, 64, 64), sparsity=0.4, round_to=round_to)
+    layers = [m for m in small.modules() if isinstance(m, nn.Conv2d)]
+    assert all(m.out_channels % round_to == 0 for m in layers)
+
+
+def test_units_that_no_part_holds_are_rounded_with_those_that_one_does():
+    units = np.arange(1, 21)
+    choice = Choice(units, np.arange(20.0), [np.arange(1, 9).reshape(2, 4)], [])
+    kept = choice.keep(0.5, 8)
+    assert kept.sum() in (8, 16) and kept[:4].sum() == kept[4:8].sum()
+
+
+def bordered(groups=1):
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(32, 32, 3, padding=1, groups=groups), nn.ReLU(), nn.Conv2d(32, 4, 3, padding=1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"sparsity": 0.3}, {"scope": "global"}, {"scope": "isomorphic"},
+    {"target": fxprune.Target(params=0.4)},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("round_to", [4, 8])
+def test_a_channel_that_stays_masked_counts_in_a_rounded_width(round_to, groups, settings):
+    plan = fxprune.plan(bordered(groups), X, exact=True, round_to=round_to, **settings)
+    found = [g for g in plan.groups if len(g.removed)]
+    assert found and all(len(g.carriers) and g.kept % round_to == 0 for g in found)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_rounded_widths_with_masked_channels_are_as_wide_as_without_and_proved(groups):
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    plan, small = check(bordered(groups), x, round_to=8)
+    exact = fxprune.prune(bordered(groups), X, round_to=8, exact=True)
+    assert [small[i].out_channels for i in (0, 2)] == [exact[i].out_channels for i in (0, 2)]
+    assert small[0].out_channels == 16
 
 
 @pytest.mark.parametrize("scope", ["local", "global", "isomorphic"])

@@ -91,6 +91,28 @@ def test_infinite_scores_say_what_stays_and_what_goes(bins):
     assert kept[1].all()
 
 
+CROSSING = [np.array([[1, 2, 3, 4], [5, 6, 7, 8]]), np.array([[1, 5, 2, 6], [3, 7, 4, 8]])]
+
+
+@pytest.mark.parametrize("round_to", [1, 2, 4])
+@pytest.mark.parametrize("s", [0.3, 0.5, 0.9])
+@pytest.mark.parametrize("bins, covers", [
+    ((), ()), ([np.arange(1, 9).reshape(2, 4)], ()), (CROSSING, ()), ((), [np.array([6, 7])]),
+], ids=["free", "rows", "crossing", "covered"])  # fmt: skip
+def test_a_unit_of_infinite_score_never_goes(bins, covers, s, round_to):
+    scores = np.array([np.inf] * 3 + [1.0, np.inf, 3, 2, 4])
+    choice = Choice(np.arange(1, 9), scores, list(bins), list(covers))
+    kept = choice.keep(s, round_to)
+    assert kept[[0, 1, 2, 4]].all() and kept.sum() % round_to == 0
+    assert s < 0.5 or bins or round_to > 1 or kept.sum() == 4 + bool(covers)
+    for scope in ("local", "global", "isomorphic"):
+        groups = [Contender(choice, step=round_to), contender(np.arange(8.0) + 9)]
+        found = fractions(groups, s, scope=scope)
+        kept = groups[0].choice.keep(found[0], round_to)
+        assert kept[[0, 1, 2, 4]].all()
+        assert scope == "local" or round(found[1] * 8) >= round(16 * s) - 4 - 8 * (s == 0.9)
+
+
 def test_more_is_asked_for_than_can_go_and_every_group_keeps_its_least():
     groups = [contender(np.arange(10.0), least=4), contender(np.arange(10.0) + 5, least=1)]
     assert np.allclose(compete(groups, 0.99), [0.6, 0.9])
@@ -146,6 +168,22 @@ def test_least_widths_hold_for_every_scope(settings, kept, least):
     assert widths() == kept
     for scope in ("global", "isomorphic"):
         assert widths(scope=scope, sparsity=0.99) == least
+
+
+@pytest.mark.parametrize("settings", [
+    {"sparsity": 0.5}, {"sparsity": 0.9}, {"sparsity": 0.9, "min_width": 2},
+    {"sparsity": 0.75, "round_to": 3}, {"target": fxprune.Target(params=0.3)},
+    {"target": fxprune.Target(macs=0.2)},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("scope", ["local", "global", "isomorphic"])
+@pytest.mark.filterwarnings("ignore::fxprune.PruningWarning")  # some targets are out of reach
+def test_what_has_an_infinite_score_stays_whatever_is_asked_for(scope, settings):
+    scores = {"0": [np.inf] * 5 + [1.0, 2, 3], "4": [np.inf] * 10}
+    plan = fxprune.plan(loud(), X.float(), importance=scores, scope=scope, **settings)
+    groups = {g.name: g for g in plan.groups}
+    assert len(groups["0"].removed) and set(groups["0"].removed.tolist()) <= {5, 6, 7}
+    assert groups["4"].kept == 10
+    assert groups["4"].frozen == "the scores of its units are infinite"
 
 
 def test_a_mapping_of_sparsity_is_each_groups_own_whatever_the_scope():

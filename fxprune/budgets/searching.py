@@ -30,7 +30,7 @@ class Options:
 
     Args:
         choice: its units, their scores, and what has to stay equal.
-        step: the number of units that stay is a multiple of this.
+        step: the numbers of channels that stay are multiples of this.
         rungs: numbers of units that may stay; all of them where it is empty.
     """
 
@@ -51,7 +51,7 @@ class Options:
 
     def level(self, fraction: float) -> int:
         """How many units go for a fraction; with rungs, down to the next that stays above."""
-        kept = keep_count(self.width, fraction)
+        kept = max(keep_count(self.width, fraction), int(np.isposinf(self.choice.scores).sum()))
         if self.rungs:
             kept = min((r for r in self.rungs if r >= kept), default=self.width)
         return self.width - kept

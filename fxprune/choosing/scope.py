@@ -44,7 +44,7 @@ class Contender:
         own: a fraction that is this group's own: it does not compete.
         kind: of its structure; see :func:`structure`.
         curve: the predicted error with 0, 1, … n units, where that is known.
-        step: what the number of units is rounded to.
+        step: what the numbers of channels of its layers are rounded to.
     """
 
     choice: Choice
@@ -143,7 +143,8 @@ class _Steps:
     def of(cls, group: Contender) -> _Steps:
         n = group.width
         gone = n - group.choice.kept_counts(np.arange(n + 1) / n, group.step)
-        reached, asks = np.unique(gone[n - gone >= group.least], return_index=True)
+        can = (n - gone >= group.least) & (gone <= n - np.isposinf(group.choice.scores).sum())
+        reached, asks = np.unique(gone[can], return_index=True)
         sizes = np.diff(reached)
         if not len(sizes):
             return cls(sizes, np.zeros(0), asks)

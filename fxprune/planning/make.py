@@ -84,8 +84,8 @@ def plan(
             (0, 1], or a mapping from module name, glob or type to one of these.
         max_sparsity: no group loses more than this fraction of its units; or such a mapping. By
             default 0.9, and any with ``scope="local"``.
-        round_to: kept widths are multiples of this where they shrink at all; in channels, also
-            where they go several at a time (heads). ``"auto"``: what suits the device
+        round_to: kept widths are multiples of this where they shrink at all; in channels of each
+            layer, also where they go several at a time (heads). ``"auto"``: what suits the device
             (:func:`fxprune.choosing.rounding.preferred`).
         bias: what happens to the constant of a removed channel. ``"expected"``: its mean output,
             estimated from batch norms (:mod:`fxprune.relating.moments`), is added in the layers
@@ -93,7 +93,7 @@ def plan(
             weights and its bias is added. ``"drop"``: nothing is added. By default ``"expected"``,
             with ``exact=True`` ``"propagate"``.
         exact: keep one masked channel as a carrier where zero padding would make a folded constant
-            wrong at the border.
+            wrong at the border. It counts where widths are rounded.
         attention: cut attention into whole ``"heads"`` or into ``"head_dim"`` slices.
         outputs: which returned values have to keep their width: keys of a mapping or dataclass
             (``"logits"``) or positions in a tuple (``0``); by default all.

@@ -36,6 +36,8 @@ from .pruning_plan import PruningPlan
 
 # Each round freezes a group or, in a Compactor, units of one; with a budget, a few do neither.
 _ROUNDS = 50
+_TRIES = 4  # of counting carriers, whose number depends on the units that go
+_ENDLESS = "the scores of its units are infinite"
 _OF_NORMS = ("scale", "stat")  # roles of slices that act on channels which others make
 
 
@@ -79,6 +81,8 @@ class Planner:
         self.removed = np.zeros(size, dtype=bool)
         self.silent = np.zeros(size, dtype=bool)
         self.carriers = np.zeros(size, dtype=bool)
+        self.carried: dict[int, np.ndarray] = {}  # of groups the carriers that rounding counts
+        self._tries: Counter[int] = Counter()
 
     def plan(self) -> PruningPlan:
         self._check_keys()
@@ -178,8 +182,8 @@ class Planner:
                 least.append(math.ceil((1 - gone) * width - 1e-9))
         own = self.own[id(group)] if isinstance(settings.sparsity, Mapping) else None
         kind = structure(group, self.modules) if settings.scope == "isomorphic" else None
-        choice, step = self._choice(group), self._step(group)
-        return Contender(choice, min(max(least), width), own, kind, step=step)
+        choice, least_of_all = self._choice(group), min(max(least), width)
+        return Contender(choice, least_of_all, own, kind, step=settings.round_to)
 
     def _own(self, setting: Any, group: groups.Group) -> list[Any]:
         """What a setting that may be a mapping says of the layers that make a group's channels."""
@@ -237,7 +241,7 @@ class Planner:
             self.silent = self.removed.copy()
         else:
             self.silent &= self.removed
-        if not self._follow_constants():
+        if not self._follow_constants() or not self._is_rounded():
             return None
         kept = ~self.removed | self.carriers
         mending = Mending(self.trace, self.relations, kept, self.trained)
@@ -254,7 +258,7 @@ class Planner:
             return None
         if self.budget is not None:
             return self.chosen[id(group)]
-        stays = self._choice(group).keep(self.asked[id(group)], self._step(group))
+        stays = self._choice(group).keep(self.asked[id(group)], self.settings.round_to)
         if stays.all():
             group.frozen = self._why_nothing_goes(group)
         return stays
@@ -265,34 +269,47 @@ class Planner:
             if group.frozen is not None or self.asked.get(id(group), 1.0) > 0:
                 continue
             contender = self._contender(group)
-            if not contender.most():
+            if np.isposinf(contender.choice.scores).all():
+                group.frozen = _ENDLESS
+            elif not contender.most():
                 group.frozen = "no smaller width is within min_width, max_sparsity and round_to"
             elif self.budget is not None:
                 group.frozen = "the target is met with all of its units"
             elif contender.own is None and any(self.asked.values()):
                 group.frozen = "its units score higher than those that go in its place"
 
-    def _step(self, group: groups.Group) -> int:
-        """``round_to`` in units: of its channels, which may go several at a time."""
-        wide = self.settings.round_to
-        if wide == 1:
-            return 1
-        for axis in group.producers:
-            classes = self.relations.of(axis).reshape(-1)
-            own = np.bincount(np.searchsorted(group.units, classes[np.isin(classes, group.units)]))
-            wide = math.gcd(wide, *own[own > 0].tolist())
-        return self.settings.round_to // wide
-
     def _why_nothing_goes(self, group: groups.Group) -> str:
         width, asked = len(group.units), self.asked[id(group)]
         if keep_count(width, asked) == width:
             return f"{asked:g} of its {width} units is less than one"
+        if np.isposinf(self.scores[id(group)]).all():
+            return _ENDLESS
         if self.settings.round_to > 1:
             return f"no smaller width is a multiple of {self.settings.round_to} in all its parts"
         return "its parts have to lose equally many, and no choice of units does"
 
     def _choice(self, group: groups.Group) -> Choice:
-        return Choice(group.units, self.scores[id(group)], group.bins, group.covers)
+        layers = [self.relations.of(axis).reshape(-1) for axis in group.producers]
+        scores, carried = self.scores[id(group)], self.carried.get(id(group))
+        return Choice(group.units, scores, group.bins, group.covers, layers, carried)
+
+    def _is_rounded(self) -> bool:
+        """Whether widths are with the carriers; these are counted in the next round."""
+        if self.settings.round_to == 1 or not self.settings.exact:
+            return True
+        off = []
+        for group in self.groups:
+            removed, carriers = self.removed[group.units], self.carriers[group.units]
+            if removed.any():
+                kept = ~removed | carriers
+                if not self._choice(group).is_rounded(kept, self.settings.round_to):
+                    off.append(group)
+        for group in off:
+            self.carried[id(group)] = self.carriers[group.units].copy()
+            self._tries[id(group)] += 1
+            if self._tries[id(group)] > _TRIES:
+                group.frozen = "no width that counts the masked channels of exact=True is rounded"
+        return not off
 
     def _follow_constants(self) -> bool:
         """Find units that have to be silent, units that cannot go, and carriers."""
