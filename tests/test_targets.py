@@ -19,6 +19,7 @@ from fxprune.benchmarking import macs
 
 from .oracle import awake, difference, run
 from .snapshot import Snapshot
+from .test_trace import Net
 
 X = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
@@ -283,6 +284,22 @@ def test_a_model_below_its_target_keeps_everything_and_says_so():
         plan = fxprune.plan(model, torch.randn(2, 8), target=Target(params=10**6))
     assert not plan.kept and plan.target.got == 1232
     assert "the target is met with all of its units" in dict(plan.skipped)["0"]
+
+
+def test_a_target_of_which_nothing_is_counted_is_refused():
+    lstm = nn.LSTM(5, 6, batch_first=True)
+    model = Net(lambda s, x: s.l(x)[0].mean(2), l=lstm)  # one kernel, which the counter overlooks
+    x = torch.randn(2, 4, 5)
+    with pytest.raises(fxprune.SettingError, match=r"Target\(macs=0.5\): nothing is counted.*Net"):
+        fxprune.plan(model, x, target=Target(macs=0.5))
+    table = fxprune.LatencyTable(timer=lambda *_: 0.0)
+    with pytest.raises(fxprune.SettingError, match=r"nothing is counted.*takes no time"):
+        fxprune.plan(model, x, target=Target(latency=0.5, table=table))
+    linear = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 2))
+    with pytest.raises(fxprune.SettingError, match=r"nothing is counted.*empty"):
+        fxprune.plan(linear, x[:0, 0], target=Target(macs=100))
+    with pytest.raises(fxprune.SettingError, match=r"nothing is counted.*no parameters"):
+        fxprune.plan(nn.Sequential(nn.ReLU()), x, target=Target(params=0.5))
 
 
 def test_least_widths_and_most_sparsities_bound_what_is_within_reach():

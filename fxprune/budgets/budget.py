@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import benchmarking
 from ..choosing.target import CLOSE, Measure, Reached, Target, show
-from ..errors import warn
+from ..errors import SettingError, warn
 from ..relating.fold import Folds
 from ..relating.relations import Relations
 from ..tracing.trace import Trace
@@ -18,6 +18,12 @@ from .counting import Lengths, Term, multiply_accumulates, parameters, product_o
 from .latency import Latency
 from .searching import Options, Search
 
+_NOTHING = {
+    "params": "has no parameters",
+    "macs": "has no multiply-accumulates that torch.utils.flop_counter knows, on example_input: "
+    "its batch is empty, or its layers are single kernels (docs/budgets.md). Use params=",
+    "latency": "takes no time, as the timer of its table says",
+}
 _RETRIES = 3  # of plans that come out otherwise than was foreseen: carriers, new biases
 
 
@@ -36,6 +42,9 @@ class Budget:
         self.size = int(relations.classes.max(initial=0)) + 1
         self.measure: Any = self._measure()
         self.original = self.measure(np.ones(self.size, dtype=bool))
+        if not self.original > 0:
+            name, why = type(trace.model).__name__, _NOTHING[target.measure]
+            raise SettingError(f"{target}: nothing is counted that could be less, for {name} {why}")
         self.goal = target.goal(self.original)
         self.carriers = np.zeros(self.size, dtype=bool)
         self.biases: list[Term] = []  # that folding has made
@@ -65,8 +74,11 @@ class Budget:
     ) -> list[np.ndarray]:
         """For each group, and each of its units, whether it stays."""
         if self.target.measure == "latency":
-            options = [replace(o, rungs=self.measure.rungs(o.width, o.step)) for o in options]
-        self.coarse |= any(o.step > 1 or o.choice.bins for o in options)
+            options = [
+                replace(o, rungs=self.measure.rungs(o.width, o.choice.step(o.step)))
+                for o in options
+            ]
+        self.coarse |= any(o.choice.step(o.step) > 1 or o.choice.bins for o in options)
         search = Search(self.cost, self.goal, self.size, list(options), fractions)
         levels = search.run()
         self.least = search.least
