@@ -259,6 +259,7 @@ def test_criteria_say_what_they_cannot_be(make, words):
     ("taylor", r"needs data: pass fxprune.importance.Taylor\(batches, loss="),
     (Magnitude, r"Magnitude\("),
     ({"frist": "l1"}, "'frist' matches no group; did you mean 'first'"),
+    ({"blocks.0.5": "l1"}, "channels of blocks.0.5 are those of group .first., which have one"),
     ({nn.Conv2d: "l1"}, "is no group name"), ({"first": "reconstruction"}, "the one group 'first'"),
     ({"first": torch.ones(7)}, r"shape \(7,\) for group 'first'; it has 8 units"),
     ({"first": [[1], [2, 3]]}, "list for group 'first'"), ({"first": 3}, "importance=3"),

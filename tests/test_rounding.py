@@ -148,10 +148,10 @@ def test_halves_that_are_shuffled_are_rounded_one_by_one(round_to):
 
 
 def test_units_that_no_part_holds_are_rounded_with_those_that_one_does():
-    units = np.arange(1, 21)
-    choice = Choice(units, np.arange(20.0), [np.arange(1, 9).reshape(2, 4)], [])
-    kept = choice.keep(0.5, 8)
-    assert kept.sum() in (8, 16) and kept[:4].sum() == kept[4:8].sum()
+    bins = [np.arange(1, 33).reshape(2, 16)]
+    choice = Choice(np.arange(1, 38), np.arange(37.0), bins, [])
+    kept = choice.keep(0.3, 8)
+    assert kept.sum() in (24, 32) and kept[:16].sum() == kept[16:32].sum()
 
 
 def bordered(groups=1):

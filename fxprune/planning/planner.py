@@ -19,7 +19,8 @@ from ..calibration.reconstruction import Reconstruction
 from ..choosing.owed import Owed
 from ..choosing.scope import MOST, Contender, fractions, structure, work_of
 from ..choosing.select import Choice, keep_count
-from ..choosing.settings import Meaning, Settings, check_makers
+from ..choosing.settings import Meaning, Settings, check_makers, matches
+from ..errors import SettingError
 from ..mending.mend import Mended, Mending, Unfit
 from ..modules.inspecting import dotted
 from ..relating import groups
@@ -109,6 +110,18 @@ class Planner:
                    for name, p in module._parameters.items())
         ]  # fmt: skip
         check_makers(self.settings, self.meaning, makers, norms)
+        wanted = self.settings.importance
+        for key in wanted if isinstance(wanted, Mapping) else ():
+            if any(matches(key, name, self.trace.model) for name in self._names.values()):
+                continue
+            for group in self.groups:
+                for path, module in map(self.owner, group.producers):
+                    if matches(key, path, module):
+                        name = self.name(group)
+                        raise SettingError(
+                            f"importance: {key!r} is no group's name: the channels of {path} are "
+                            f"those of group {name!r}, which have one score"
+                        )
 
     def _ask(self) -> None:
         """Which groups can lose units, and how these score."""
@@ -241,7 +254,7 @@ class Planner:
             self.silent = self.removed.copy()
         else:
             self.silent &= self.removed
-        if not self._follow_constants() or not self._is_rounded():
+        if not self._follow_constants():
             return None
         kept = ~self.removed | self.carriers
         mending = Mending(self.trace, self.relations, kept, self.trained)
@@ -325,6 +338,8 @@ class Planner:
             units = np.concatenate([u for u, _ in constants.lost])
             if not self._lost(units, constants.lost[0][1]):
                 return False
+        if not self._is_rounded():
+            return False
         self.folds = self._folded(constants)
         return True
 
