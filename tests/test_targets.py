@@ -278,6 +278,13 @@ def test_a_target_out_of_reach_is_told_once_with_what_is_within_reach():
     assert plan.target.got == plan.target.least == least == 8 + 1 + 64 * 2
 
 
+def test_what_was_searched_is_not_said_to_be_all_that_there_is():
+    model = nn.Sequential(nn.Linear(8, 3), nn.ReLU(), nn.Linear(3, 64))
+    with pytest.warns(fxprune.PruningWarning, match="does not try all widths, found none that"):
+        plan = fxprune.plan(model, torch.randn(2, 8), target=Target(params=0.55))
+    assert plan.target.least < plan.target.asked < plan.target.original
+
+
 def test_a_model_below_its_target_keeps_everything_and_says_so():
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 64))
     with pytest.warns(fxprune.PruningWarning, match="below it as it is"):

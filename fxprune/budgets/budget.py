@@ -131,7 +131,7 @@ class Budget:
         elif reached.asked < reached.least:
             why = "no more channels can go (plan.skipped says why)"
         else:
-            why = "no widths were found that come nearer"
+            why = "the search, which does not try all widths, found none that come nearer"
         warn(
             f"the target of {asked} {reached.measure} is not reached: {why}. The plan leaves "
             f"{got}; within reach is {least} to {most}"
