@@ -194,6 +194,14 @@ def test_layers_that_are_ignored_stay():
     assert compacted(net, ignore="0")[0].out_channels == 8
 
 
+def test_layers_inside_of_what_is_ignored_stay():
+    net = plain()
+    net[0] = nn.Sequential(net[0])
+    kill(net[0][0], 1, 4)
+    assert compacted(net)[0][0].out_channels < 8
+    assert compacted(net, ignore="0")[0][0].out_channels == 8
+
+
 @pytest.mark.parametrize("padding", [0, 1])
 def test_a_norm_goes_on_scaling_what_dead_filters_say(padding):
     net = awake(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Sigmoid(),
