@@ -109,7 +109,9 @@ def one_layer(a, call, x, tail):
     parts = [vector(call.tensor(f"weight_hh{tail}", {"out": (1,)}, back), 1)]
     for name in ("bias_ih", "bias_hh"):
         b = call.tensor(f"{name}{tail}", {"out": (1,)}, (gates, ih[1]))
-        parts += [] if b is None else [vector(b, 1)]
+        if b is not None:
+            a.adds(b)
+            parts.append(vector(b, 1))
     cell = a.emit(a.meet(call, [cell, *parts], None), (0,), None)
     out = cell
     if getattr(m, "proj_size", 0):

@@ -122,6 +122,58 @@ def test_all_layers_of_a_stream_and_depthwise_ones_count():
     assert torch.allclose(found.importance, wanted.double().detach(), rtol=1e-5)
 
 
+class Biased(nn.Module):
+    """A layer whose weight and bias are used as ``dense`` does it, and one that reads it."""
+
+    def __init__(self, dense):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.w = nn.Parameter(torch.randn(6, 4, generator=generator))
+        self.b = nn.Parameter(torch.tensor([9.0, 0, 0, 0, 0, 0]))
+        self.last = nn.Linear(6, 3)
+        nn.init.constant_(self.last.weight, 0.5)
+        self.dense = dense
+
+    def forward(self, x):
+        return self.last(self.dense(x, self.w, self.b).relu())
+
+
+@pytest.mark.parametrize("dense", [
+    F.linear,
+    lambda x, w, b: torch.addmm(b, x, w.t()),
+    lambda x, w, b: x @ w.t() + b,
+    lambda x, w, b: b.view(1, -1) + x @ w.t(),
+    lambda x, w, b: (x @ w.t()).sub_(-b),
+    lambda x, w, b: x @ w.t() + (2 * b / 2).expand(x.shape[0], b.shape[0]),
+])  # fmt: skip
+def test_a_bias_does_not_count_in_whatever_form_it_is_written(dense):
+    net = Biased(dense).eval()
+    rows = torch.cat([net.w, net.last.weight.t()], 1).detach().double()
+    plan = fxprune.plan(net, torch.randn(2, 4))
+    assert torch.allclose(group(plan, "w").importance, rows.square().mean(1).sqrt())
+
+
+@pytest.mark.parametrize("dense", [
+    lambda x, w, b: (x @ w.t()) * (1 + b), lambda x, w, b: (x @ w.t() + b) * b,
+])  # fmt: skip
+def test_a_vector_that_is_multiplied_with_too_is_no_bias_and_counts(dense):
+    net = Biased(dense).eval()
+    rows = torch.cat([net.w, net.b[:, None], net.last.weight.t()], 1).detach().double()
+    plan = fxprune.plan(net, torch.randn(2, 4))
+    assert torch.allclose(group(plan, "w").importance, rows.square().mean(1).sqrt())
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_biases_of_recurrent_layers_do_not_count(kind):
+    net = Net(lambda net, x: net.last(net.layer(x)[0]), layer=kind(5, 6), last=nn.Linear(6, 2))
+    x = torch.randn(3, 2, 5)
+    scores = [fxprune.plan(net.eval(), x).groups[0].importance]
+    nn.init.normal_(net.layer.bias_ih_l0, 5)
+    nn.init.normal_(net.layer.bias_hh_l0)
+    scores.append(fxprune.plan(net, x).groups[0].importance)
+    assert torch.equal(*scores)
+
+
 @pytest.mark.parametrize("criterion", [
     Magnitude(), Magnitude(order=1, reduce="sum"), Magnitude(reduce="max"), LAMP(),
     Magnitude(normalize="mean"),

@@ -95,7 +95,8 @@ class Criterion:
 
     def __call__(self, group: list[Slices], data: Measured | None = None) -> np.ndarray:
         """One score a unit: array (count,)."""
-        # Biases and means are not lost with their units: they are folded into the layers behind.
+        # Biases and means are not lost with their units: they are folded into the layers behind
+        # (where not, as those of recurrent layers, they count as little: see relating.biases).
         lost = [s for s in group if s.role not in ("shift", "stat")]
         count = group[0].count
         scores = self.score(lost, count, data)

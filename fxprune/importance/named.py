@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PruningError, SettingError
+from ..relating.biases import with_biases
 from ..rules.channels import SourceAxis
 from .criterion import Context, Criterion, Importance, Unscored
 from .slices import Slices, slices
@@ -99,8 +100,9 @@ class Scorer:
             chosen = {name: _choose(found, name) for name in axes}
         else:
             chosen = dict.fromkeys(axes, found)
+        told = with_biases(context.trace, context.relations)
         self._axes = axes = {
-            name: [a for a in own if context.trace.tensor(a.name).dtype != torch.bool]
+            name: [told(a) for a in own if context.trace.tensor(a.name).dtype != torch.bool]
             for name, own in axes.items()
         }  # flags, such as a mask that a model keeps, weigh nothing
         size = int(context.relations.classes.max(initial=0)) + 1

@@ -21,7 +21,8 @@ class Slices:
     Attributes:
         name: of the parameter in the model.
         role: what the slices do: ``out`` makes a channel, ``in`` reads it, ``scale`` and ``shift``
-            act on it (a norm's), ``stat`` is measured from it, ``bare…`` is anything else.
+            act on it (a norm's; a bias, in whatever form, is a ``shift``), ``stat`` is measured
+            from it, ``bare…`` is anything else.
         tensor: the parameter with the slices' dimensions first; no copy. Of complex numbers, their
             absolute values.
         rank: how many dimensions those are.

@@ -108,6 +108,7 @@ class Discover(Sayings):
         self.meetings: dict[fx.Node, list[tuple[np.ndarray, np.ndarray]]] = {}
         self.products: dict[fx.Node, list[Product]] = {}
         self.followers: list[Follower] = []
+        self.added: set[int] = set()
         self.stacks: dict[fx.Node, torch.Tensor] = {}
         self.plain: dict[fx.Node, set[int]] = {}
         # First labels of the axes that the call at hand has spoken of; None once it is not plain.
@@ -225,6 +226,9 @@ class Discover(Sayings):
 
     def distinguish(self, x: Channels) -> None:
         self.parts += [axis.units for axis in x.axes]
+
+    def adds(self, bias: Channels) -> None:
+        self.added |= {axis.source.first for axis in bias.axes if axis.source is not None}
 
     def makes(self, axis: Axis) -> None:
         for i in self.labels.owners_of(axis.units) if self._used_bare else ():
@@ -375,6 +379,7 @@ class Discover(Sayings):
             decisions=self.decisions,
             products=self.products,
             followers=self.followers,
+            added=self.added,
             said=self if self._settled and self.telling is not None else None,
         )
 

@@ -126,6 +126,9 @@ class Meanings:
         """An axis after a reduction over other dimensions."""
         return axis
 
+    def adds(self, bias: Channels) -> None:
+        """A parameter, by which units are made too, is no more than added to what others make."""
+
     def makes(self, axis: Axis) -> None:
         """A product has the axis as a free one: a parameter used bare makes channels with it."""
 
