@@ -467,6 +467,20 @@ def test_weights_that_are_buffers_and_those_behind_a_weight_norm_are_calibrated(
         assert prove(plan, model, plan.apply(model), x) <= 1e-9
 
 
+def test_where_constants_are_dropped_predictions_change_weights_alone():
+    net = randomised(nn.Sequential(
+        nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 12, bias=False), nn.ReLU(), nn.Linear(12, 3)
+    ))  # fmt: skip
+    inputs = correlated(256, 6)
+    errors = {}
+    for bias, calibration in ("drop", None), ("drop", [inputs]), ("propagate", [inputs]):
+        small = fxprune.prune(net, inputs[:2], bias=bias, calibration=calibration)
+        errors[bias, calibration is not None] = (small(inputs) - net(inputs)).square().mean()
+        assert (small[2].bias is None) == (bias == "drop")
+        assert torch.equal(small[4].bias, net[4].bias) == (bias == "drop")
+    assert errors["propagate", True] < errors["drop", True] < errors["drop", False]
+
+
 def test_a_model_with_a_configuration_gets_no_bias_that_it_does_not_know():
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -92,7 +92,8 @@ class Calibration:
         if target is not None and not target[2] and hasattr(self.model, "config"):
             target = None  # a bias that is made anew is none that the configuration knows of
         # Zeros around the input say 0, which no constant does: kept channels stand for it too.
-        intercept = target is not None and not read.border
+        dropped = self.plan.settings.bias == "drop"  # no bias is made or changed
+        intercept = target is not None and not read.border and not dropped
         fit = sums.fit(intercept=intercept)
         if fit is None:
             why = "there are no samples of what it reads" if sums.finite else "it reads inf or NaN"

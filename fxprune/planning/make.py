@@ -89,9 +89,10 @@ def plan(
             (:func:`fxprune.choosing.rounding.preferred`).
         bias: what happens to the constant of a removed channel. ``"expected"``: its mean output,
             estimated from batch norms (:mod:`fxprune.relating.moments`), is added in the layers
-            that read it, in the masked model, too. ``"propagate"``: what it outputs with zero
-            weights and its bias is added. ``"drop"``: nothing is added. By default ``"expected"``,
-            with ``exact=True`` ``"propagate"``.
+            that read it, in the masked model, too. ``"propagate"``: what it outputs when it is
+            masked, with its weights and the scales of its norms zero, is added. ``"drop"``: nothing
+            is added, and with ``calibration`` predictions go into weights alone. By default
+            ``"expected"``, with ``exact=True`` ``"propagate"``.
         exact: keep one masked channel as a carrier where zero padding would make a folded constant
             wrong at the border. It counts where widths are rounded.
         attention: cut attention into whole ``"heads"`` or into ``"head_dim"`` slices.
