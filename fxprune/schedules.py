@@ -227,6 +227,11 @@ class PlanScheduler:
         self.settings = {**settings, "bias": settings.get("bias") or "propagate"}
         self._importance = self.settings.pop("importance", "l2")
         resolve(self._importance)
+        if self._importance == "reconstruction":
+            raise SettingError(
+                "importance='reconstruction' chooses by calibration=, and that is for pruning "
+                "without training; use another one here, such as 'l2' or Wanda(batches)"
+            )
         self._gone: dict[str, np.ndarray] = {}  # units that are masked, by group
         self._plan: PruningPlan | None = None
         self.steps = 0

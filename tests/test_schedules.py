@@ -209,6 +209,8 @@ def _saved(state):
 def test_what_a_plan_schedule_cannot_take_is_said():
     with pytest.raises(SettingError, match="the schedule says"):
         PlanScheduler(conv_net(), IMAGE, linear(0.5, 4), sparsity=0.5)
+    with pytest.raises(SettingError, match="chooses by calibration="):
+        PlanScheduler(conv_net(), IMAGE, linear(0.5, 4), importance="reconstruction")
     with pytest.raises(SettingError, match="not in"):
         PlanScheduler(conv_net(), IMAGE, lambda step: 2.0).step()
     scheduler = PlanScheduler(conv_net(), IMAGE, linear(0.5, 4, after=2))
