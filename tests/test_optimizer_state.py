@@ -168,6 +168,31 @@ def test_rows_and_columns_of_factored_moments_are_cut_where_it_is_sure_which():
     optimizer.step()
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_rows_and_columns_of_kernels_are_cut_group_by_group(groups):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=groups), nn.ReLU(),
+                          nn.Conv2d(8, 5, 1))  # fmt: skip
+    optimizer = torch.optim.Adafactor(model.parameters(), 0.01)
+    x = torch.randn(2, 3, 8, 8)
+    model(x).sum().backward()
+    optimizer.step()
+    state = optimizer.state[model[1].weight]
+    whole = {"row_var": (8, 8 // groups, 3, 3), "col_var": (8, 8 // groups, 3, 3)}
+    whole = {key: state[key].expand(shape).clone() for key, shape in whole.items()}
+    pruner = fxprune.Pruner(model, x, optimizer=optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pruner.step()
+    small = model[1].weight.shape
+    assert small == (4, 4 // groups, 3, 3)
+    for key, value in whole.items():
+        wanted = taken(value, pruner.kept["1.weight"])
+        assert torch.equal(state[key].expand(small), wanted)
+    model(x).sum().backward()
+    optimizer.step()
+
+
 class Odd(torch.optim.Optimizer):
     """Holds whatever ``states`` gives for a parameter."""
 

@@ -142,19 +142,35 @@ class _Cut:
     def _factor(self, value: Tensor) -> Tensor | None:
         """A tensor over some dimensions of the parameter; None where it is not sure which."""
         shape, kept = self.axes[0].tensor_shape, self.plan.kept[self.name]
-        ways = [
-            {i: kept[d] for i, d in enumerate(dims) if d in kept and value.shape[i] == shape[d]}
-            for dims in combinations(range(len(shape)), value.dim())
+        places = [
+            dims for dims in combinations(range(len(shape)), value.dim())
             if all(n == shape[d] or (n == 1 and value.dim() == len(shape))
                    for n, d in zip(value.shape, dims, strict=True))
         ]  # fmt: skip
+        ways = [
+            {i: kept[d] for i, d in enumerate(dims) if d in kept and value.shape[i] == shape[d]}
+            for dims in places
+        ]
         if not ways or not all(same_indices(way, ways[0]) for way in ways[1:]):
             return None
+        if any(index.dim() > 1 for index in ways[0].values()):
+            return self._of_groups(value, places[0])
         for dim, index in ways[0].items():
-            if index.dim() > 1:
-                return None
             value = value.index_select(dim, index.to(value.device))
         return value
+
+    def _of_groups(self, value: Tensor, dims: tuple[int, ...]) -> Tensor | None:
+        """A tensor over these dimensions, of which each group of rows keeps others: spread over the
+        whole parameter, cut as that is, and taken where it stood."""
+        shape = self.axes[0].tensor_shape
+        sizes = dict(zip(dims, value.shape, strict=True))
+        if sizes.get(0) != shape[0]:  # it is the same for all groups
+            return None
+        laid = value.reshape([sizes.get(d, 1) for d in range(len(shape))]).expand(shape)
+        new = self._shrunk(laid)
+        for d in range(len(shape)):
+            new = new.narrow(d, 0, new.size(d) if sizes.get(d) == shape[d] else 1)
+        return new.reshape([new.size(d) for d in dims])
 
 
 def install(found: Cuts, journal: Journal) -> None:
