@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from .errors import SettingError
-from .importance import Slices, changed, resolve
+from .importance import Slices, changed
+from .importance.named import check_lasting
 from .masking import methods
 from .masking.leftovers import made_plain, pruned_names, sparsified_names
 from .masking.plan_masks import keep_masks, put_masks
@@ -226,7 +227,7 @@ class PlanScheduler:
         # Masks put on in training move no constant: what is masked emits its biases from then on.
         self.settings = {**settings, "bias": settings.get("bias") or "propagate"}
         self._importance = self.settings.pop("importance", "l2")
-        resolve(self._importance)
+        check_lasting(self._importance)
         if self._importance == "reconstruction":
             raise SettingError(
                 "importance='reconstruction' chooses by calibration=, and that is for pruning "

@@ -9,10 +9,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fxprune
 from fxprune import ModelError, PlanError, PruningWarning, SettingError
+from fxprune.importance import Taylor, Wanda
 from fxprune.rewriting import optimizer_state
 from fxprune.rewriting import rewrite as rewriting
 from fxprune.schedules import linear
@@ -523,6 +525,9 @@ def test_what_cannot_be_is_said_before_any_training():
         ({"schedule": [0.5], "sparsity": 0.5}, "says that itself"), ({"schedule": 3}, "sequence"),
         ({"schedule": [0.5, 1.0]}, "not a fraction"), ({"round_to": 0}, "positive"),
         ({"importance": 3}, "importance=3 is unknown"),
+        ({"importance": {"0": [1.0] * 16}, "steps": 2}, "'0' are of the units that there are now"),
+        ({"importance": Taylor(iter([IMAGE]), loss=F.mse_loss), "steps": 2}, "an iterator"),
+        ({"importance": {"*": Wanda(iter([IMAGE]))}, "schedule": lambda step: 0.5}, "an iterator"),
         ({"also": [net]}, "no other model"), ({"also": nn.Linear(2, 2)}, "no other model"),
     ):  # fmt: skip
         with pytest.raises(SettingError, match=message):

@@ -10,6 +10,7 @@ from torch import nn
 
 import fxprune
 from fxprune.errors import SettingError
+from fxprune.importance import Wanda
 from fxprune.masking import methods as mask_methods
 from fxprune.schedules import MaskScheduler, PlanScheduler, cubic, linear, one_shot
 
@@ -209,6 +210,8 @@ def _saved(state):
 def test_what_a_plan_schedule_cannot_take_is_said():
     with pytest.raises(SettingError, match="the schedule says"):
         PlanScheduler(conv_net(), IMAGE, linear(0.5, 4), sparsity=0.5)
+    with pytest.raises(SettingError, match="batches of Wanda are an iterator"):
+        PlanScheduler(conv_net(), IMAGE, linear(0.5, 4), importance=Wanda(iter([IMAGE])))
     with pytest.raises(SettingError, match="chooses by calibration="):
         PlanScheduler(conv_net(), IMAGE, linear(0.5, 4), importance="reconstruction")
     with pytest.raises(SettingError, match="not in"):

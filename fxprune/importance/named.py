@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
@@ -76,6 +76,23 @@ def _resolve_one(key: Any, value: Any) -> Any:
     if isinstance(value, (Tensor, np.ndarray, list, tuple)):
         return value
     return resolve(value)
+
+
+def check_lasting(importance: Any, *, widths: bool = False) -> None:
+    """Raise where an importance cannot be asked at more steps than one; ``widths``: which change
+    the number of units."""
+    found = resolve(importance)
+    for key, value in found.items() if isinstance(found, Mapping) else [("", found)]:
+        if isinstance(getattr(value, "batches", None), Iterator):
+            raise SettingError(
+                f"importance: the batches of {type(value).__name__} are an iterator, and every "
+                "step goes through them: pass a list, or a DataLoader"
+            )
+        if widths and not callable(value):
+            raise SettingError(
+                f"importance: the scores of {key!r} are of the units that there are now, and a "
+                "second step finds fewer: pass a criterion or a function, or take one step"
+            )
 
 
 class Scorer:

@@ -18,6 +18,7 @@ from ..choosing.scope import MOST
 from ..choosing.settings import Settings, checked
 from ..errors import ModelError, PlanError, PruningWarning, SettingError, warn
 from ..importance import resolve
+from ..importance.named import check_lasting
 from ..modules.inspecting import count_parameters, read_attribute
 from ..modules.running import on_cpu
 from ..modules.usable import check_model
@@ -121,6 +122,8 @@ class Pruner:
         self.model, self.example_input, self.verify = model, example_input, verify
         self.settings = settings
         self.steps, self._last, self._share = shares(schedule, steps, settings)
+        if self.steps != 1:
+            check_lasting(settings.get("importance", "l2"), widths=True)
         self.optimizers = check_optimizers(optimizer, model)
         several = [also] if isinstance(also, nn.Module) else [] if also is None else also
         if not isinstance(several, Iterable):
