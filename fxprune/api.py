@@ -9,6 +9,7 @@ from torch import nn
 
 from .choosing.target import Target
 from .errors import SettingError
+from .modules.given import check_flag
 from .modules.running import on_cpu, uncollected
 from .planning.make import plan
 from .proving.proof import prove
@@ -62,8 +63,7 @@ def prune(
         PruningError: and nothing has changed.
     """
     for name, value in {"inplace": inplace, "as_graph": as_graph, "verify": verify}.items():
-        if not isinstance(value, bool):
-            raise SettingError(f"{name}={value!r} is neither True nor False")
+        check_flag(name, value)
     if inplace and as_graph:
         raise SettingError("as_graph=True makes a module of its own; use inplace=False with it")
     chosen = plan(

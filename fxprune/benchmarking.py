@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .errors import InputError, ModelError, SettingError
 from .modules import tree
 from .modules.copying import copy_model
+from .modules.given import check_flag
 from .modules.inspecting import count_parameters, device_of
 from .modules.running import bind_inputs, evaluating
 
@@ -229,8 +230,7 @@ def _check(
         raise SettingError(f"mode={mode!r} is unknown; use {', '.join(map(repr, MODES))}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise SettingError(f"dtype={dtype!r} is not a floating-point type such as torch.bfloat16")
-    if not isinstance(channels_last, bool):
-        raise SettingError(f"channels_last={channels_last!r} is neither True nor False")
+    check_flag("channels_last", channels_last)
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool)
                                 or threads < 1):  # fmt: skip
         raise SettingError(f"threads={threads!r} is not a positive integer")

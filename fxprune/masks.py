@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from .errors import SettingError
 from .masking import methods
 from .masking.leftovers import from_torch_prune, to_torch_prune
+from .modules.given import check_function, check_generator, check_module
 from .modules.inspecting import dotted
 from .modules.running import describe
 from .parametrized.mask import is_masked, mask_of, masked_names, parametrizations, put_on, take_off
@@ -60,6 +61,7 @@ def random_unstructured(
     module: nn.Module, name: str, amount: float, *, generator: torch.Generator | None = None
 ) -> nn.Module:
     """Zero entries drawn at random."""
+    check_generator(generator)
     return apply(module, name, lambda s, keep: methods.random_entries(s, keep, amount, generator))
 
 
@@ -75,6 +77,7 @@ def random_structured(
     generator: torch.Generator | None = None,
 ) -> nn.Module:  # fmt: skip
     """Zero whole slices along ``dim``, drawn at random."""
+    check_generator(generator)
     return apply(
         module, name, lambda s, keep: methods.random_slices(s, keep, amount, dim, generator)
     )
@@ -123,7 +126,7 @@ def block_norm(
             With ``sparse_block_shape=(1, 4)``, 2 makes 2:4 sparsity.
         norm: 1, 2 or a function of the tensor that gives one value an entry.
     """
-    size = sparse_block_shape[0] * sparse_block_shape[1]
+    size = methods.block_size(sparse_block_shape)
     zeros = size if zeros_per_block is None else zeros_per_block
     return apply(
         module, name,
@@ -133,7 +136,8 @@ def block_norm(
 
 
 def nearly_diagonal(module: nn.Module, name: str, nearliness: int = 1) -> nn.Module:
-    """Keep the ``nearliness`` diagonals (an odd number) around the main one of a matrix."""
+    """Keep the ``nearliness`` diagonals (an odd number) around the main one of a matrix; with 0,
+    as PyTorch's sparsifier has it, none."""
     return apply(module, name, lambda s, keep: methods.diagonal(s, keep, nearliness))
 
 
@@ -144,6 +148,8 @@ def custom_from_mask(module: nn.Module, name: str, mask: Tensor) -> nn.Module:
         if not isinstance(mask, Tensor) or mask.shape != keep.shape:
             found = tuple(mask.shape) if isinstance(mask, Tensor) else mask
             raise SettingError(f"mask: {found} is not a tensor of shape {tuple(keep.shape)}")
+        if bool(mask.isnan().any()):
+            raise SettingError("mask: it holds NaN, which is neither 0 nor anything else")
         return keep & (mask.to(keep.device) != 0)
 
     return apply(module, name, method)
@@ -164,24 +170,25 @@ def global_unstructured(
         method: ``"l1"``, ``"random"`` or ``f(scores, keep, amount) -> keep`` on flat tensors.
         importance_scores: for some of the tensors, what is ranked in their place.
     """
-    places = [_place(module, name) for module, name in parameters]
-    if not places:
-        raise SettingError("global_unstructured: no parameters were given")
-    given = importance_scores or {}
-    scores = [_scores(m, n, given.get((m, n))) for m, n in places]
-    keeps = [mask_of(m, n) for m, n in places]
+    found = places(parameters)
+    if not callable(method) and method not in ("l1", "random"):
+        raise SettingError(f"method={method!r} is neither 'l1', 'random' nor a function")
+    given = _scores_of(importance_scores, found, method)
+    check_generator(generator)
+    if generator is not None and method != "random":
+        raise SettingError("generator= draws for method='random' only")
+    scores = [_scores(m, n, given.get((m, n))) for m, n in found]
+    keeps = [mask_of(m, n) for m, n in found]
     flat, left = (torch.cat([t.reshape(-1) for t in ts]) for ts in (scores, keeps))
     if callable(method):
         kept = method(flat, left, amount)
     elif method == "l1":
         kept = methods.smallest(flat, left, amount)
-    elif method == "random":
-        kept = methods.random_entries(flat, left, amount, generator)
     else:
-        raise SettingError(f"method={method!r} is neither 'l1', 'random' nor a function")
+        kept = methods.random_entries(flat, left, amount, generator)
     check_made(kept, left, "all tensors")
     parts = kept.split([t.numel() for t in keeps])
-    for (module, name), keep, part in zip(places, keeps, parts, strict=True):
+    for (module, name), keep, part in zip(found, keeps, parts, strict=True):
         put_on(module, name, part.reshape(keep.shape))
 
 
@@ -194,7 +201,7 @@ def remove(module: nn.Module, name: str) -> nn.Module:
     Raises:
         SettingError: it has none.
     """
-    if name not in masked_names(_module(module)):
+    if name not in masked_names(check_module(module)):
         raise SettingError(f"{name!r} of {type(module).__name__} has no mask that could be removed")
     take_off(module, name)
     return module
@@ -202,14 +209,14 @@ def remove(module: nn.Module, name: str) -> nn.Module:
 
 def is_pruned(module: nn.Module) -> bool:
     """Whether a tensor of the module, or of one inside it, has a mask of fxprune's."""
-    return is_masked(module)
+    return is_masked(check_module(module))
 
 
 def sparsity(module: nn.Module) -> dict[str, float]:
     """The share of masked entries of each masked tensor, by name."""
     return {
         dotted(path, name): float((~mask_of(m, name)).double().mean())
-        for path, m in module.named_modules() for name in masked_names(m)
+        for path, m in check_module(module).named_modules() for name in masked_names(m)
     }  # fmt: skip
 
 
@@ -226,7 +233,7 @@ def to_semi_structured(model: nn.Module) -> list[str]:
         SettingError: no masked weight of a linear layer is 2:4 and on such a GPU.
     """
     found = []
-    for path, module in model.named_modules():
+    for path, module in check_module(model, "model").named_modules():
         if isinstance(module, nn.Linear) and "weight" in masked_names(module):
             kept = mask_of(module, "weight")
             fours = kept.shape[1] % 4 == 0 and int(kept.unflatten(1, (-1, 4)).sum(-1).max()) <= 2
@@ -252,6 +259,7 @@ def apply(
     Everything is worked out before the module is touched.
     """
     module, name = _place(module, name)
+    check_function("method", method, "f(scores, keep)")
     keep = mask_of(module, name)
     scores = _scores(module, name, importance_scores)
     made = method(scores, keep)
@@ -269,15 +277,44 @@ def check_made(made: Any, keep: Tensor, name: str) -> None:
         )
 
 
-def _module(module: Any) -> nn.Module:
-    if not isinstance(module, nn.Module):
-        raise SettingError(f"module is a {type(module).__name__}, not a torch.nn.Module")
-    return module
+def places(parameters: Any) -> list[tuple[nn.Module, str]]:
+    """Pairs of a module and the name of a tensor that it has, each checked."""
+    if isinstance(parameters, (str, Mapping)) or not isinstance(parameters, Iterable):
+        raise SettingError(f"parameters={parameters!r} are no pairs (module, name)")
+    found = []
+    for pair in parameters:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            given = type(pair).__name__ if isinstance(pair, nn.Module) else repr(pair)
+            raise SettingError(f"parameters: {given} is no pair (module, name)")
+        found.append(_place(*pair))
+    if not found:
+        raise SettingError("no parameters were given")
+    return found
+
+
+def _scores_of(
+    given: Any, found: list[tuple[nn.Module, str]], method: Any
+) -> Mapping[tuple[nn.Module, str], Tensor]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        kind = type(given).__name__
+        raise SettingError(f"importance_scores is a {kind}; it maps (module, name) to scores")
+    if method == "random":
+        raise SettingError("importance_scores= ranks nothing with method='random'")
+    for key in given:
+        if not any(key == place for place in found):
+            module, name = key if isinstance(key, tuple) and len(key) == 2 else (key, "?")
+            raise SettingError(
+                f"importance_scores: ({type(module).__name__}, {name!r}) is none of parameters"
+            )
+    return given
 
 
 def _place(module: Any, name: str) -> tuple[nn.Module, str]:
-    own = [*_module(module)._parameters, *module._buffers, *parametrizations(module)]
-    if name not in own or getattr(module, name) is None:
+    own = [*check_module(module)._parameters, *module._buffers, *parametrizations(module)]
+    own = [key for key in own if getattr(module, key) is not None]
+    if name not in own:
         raise SettingError(
             f"{type(module).__name__} has no parameter or buffer {name!r}; it has "
             f"{', '.join(own) or 'none of its own'}"
@@ -295,4 +332,6 @@ def _scores(module: nn.Module, name: str, given: Tensor | None) -> Tensor:
             f"importance_scores: {found} is not a tensor of the shape of {name}, "
             f"{tuple(value.shape)}"
         )
+    if bool(given.isnan().any()):
+        raise SettingError("importance_scores: they hold NaN, which ranks nowhere")
     return given.detach().to(value.device)

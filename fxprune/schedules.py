@@ -5,21 +5,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from numbers import Real
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from .errors import SettingError
+from .errors import PlanError, PruningError, SettingError
 from .importance import Slices, changed
 from .importance.named import check_lasting
 from .masking import methods
 from .masking.leftovers import made_plain, pruned_names, sparsified_names
 from .masking.plan_masks import keep_masks, put_masks
-from .masks import apply, global_unstructured, identity
-from .modules.inspecting import dotted
+from .masks import apply, global_unstructured, identity, places
+from .modules.given import Rising, check_flag, check_function, is_number, is_whole
+from .modules.inspecting import dotted, shape_of
 from .modules.usable import check_model
 from .parametrized.mask import mask_of, masked_names
 from .planning.make import plan
@@ -31,7 +32,8 @@ Schedule = Callable[[int], float]
 
 def one_shot(sparsity: float, *, at: int = 0) -> Schedule:
     """0 before step ``at``, ``sparsity`` from then on. Schedulers count steps from 1."""
-    _fraction(sparsity)
+    _check_fraction(sparsity)
+    _check_step("at", at)
     return lambda step: sparsity if step >= at else 0.0
 
 
@@ -48,10 +50,16 @@ def cubic(sparsity: float, steps: int, *, start: float = 0.0, after: int = 0) ->
 def _growing(
     sparsity: float, steps: int, start: float, after: int, shape: Callable[[float], float]
 ) -> Schedule:
-    _fraction(sparsity)
-    _fraction(start)
-    if steps < 1:
-        raise SettingError(f"steps={steps!r} is not 1 at least")
+    _check_fraction(sparsity)
+    _check_fraction(start, "start")
+    _check_step("after", after)
+    if not is_number(steps) or steps < 1:
+        raise SettingError(f"steps={steps!r} is no number from 1 on")
+    if start > sparsity:
+        raise SettingError(
+            f"start={start!r} is more than sparsity={sparsity!r}, and nothing that is gone comes "
+            "back: a schedule rises, or stays"
+        )
 
     def schedule(step: int) -> float:
         share = min(max((step - after) / steps, 0.0), 1.0)
@@ -60,9 +68,31 @@ def _growing(
     return schedule
 
 
-def _fraction(value: float) -> None:
-    if not 0 <= value <= 1:
-        raise SettingError(f"sparsity={value!r} is not in [0, 1]")
+def _check_fraction(value: Any, name: str = "sparsity") -> None:
+    if not is_number(value) or not 0 <= value <= 1:
+        raise SettingError(f"{name}={value!r} is not in [0, 1]")
+
+
+def _check_step(name: str, value: Any) -> None:
+    if not is_number(value):
+        raise SettingError(f"{name}={value!r} is no number of a step")
+
+
+def _check_schedule(schedule: Any) -> None:
+    wanted = "of the step, such as schedules.cubic(0.5, steps=10)"
+    check_function("schedule", schedule, wanted)
+
+
+def _asked(schedule: Schedule, step: int) -> Any:
+    """What a schedule says of a step."""
+    try:
+        return schedule(step)
+    except PruningError:
+        raise
+    except Exception as error:  # whatever the user's own function raises
+        raise SettingError(
+            f"schedule raised {type(error).__name__} for step {step}: {error}"
+        ) from error
 
 
 _NAMED: dict[str, Callable[[int], Schedule]] = {
@@ -95,7 +125,7 @@ def shares(
     if callable(schedule):
 
         def checked(number: int) -> float:
-            _check_fractions([share := schedule(number)])
+            _check_fractions([share := _asked(schedule, number)])
             return share
 
         return None, 1.0, checked
@@ -103,12 +133,17 @@ def shares(
         raise SettingError(f"schedule={schedule!r} is no name, function or sequence of sparsities")
     values = tuple(schedule)
     _check_fractions(values)
+    if any(later < before for before, later in pairwise(values)):
+        raise SettingError(
+            f"schedule={schedule!r} falls, and nothing that is gone comes back: give sparsities "
+            "that rise, or stay"
+        )
     return len(values), 1.0, lambda number: values[min(number, len(values)) - 1]
 
 
 def _check_fractions(values: Iterable[Any]) -> None:
     for value in values:
-        if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= float(value) < 1:
+        if not is_number(value) or not 0 <= float(value) < 1:
             raise SettingError(f"sparsity={value!r} is not a fraction in [0, 1)")
 
 
@@ -136,16 +171,12 @@ class MaskScheduler:
         *,
         together: bool = False,
     ) -> None:
-        self.parameters = list(parameters)
-        if not self.parameters:
-            raise SettingError("MaskScheduler: no parameters were given")
-        if not callable(schedule):
-            raise SettingError(
-                f"MaskScheduler: schedule={schedule!r} is no function of the step, such as "
-                "schedules.cubic(0.5, steps=10)"
-            )
+        self.parameters = places(parameters)
+        _check_schedule(schedule)
+        check_function("method", method, "f(scores, keep, amount)")
+        check_flag("together", together)
         self.schedule, self.method, self.together = schedule, method, together
-        self.steps = 0
+        self.steps, self._rising = 0, Rising()
 
     @property
     def sparsity(self) -> float:
@@ -155,8 +186,7 @@ class MaskScheduler:
 
     def step(self) -> float:
         """Mask what is missing to the next sparsity of the schedule; returns the one reached."""
-        wanted = self.schedule(self.steps + 1)
-        _fraction(wanted)
+        wanted = _next(self)
         if self.together:
             amount = _more(self.sparsity, wanted)
             global_unstructured(self.parameters, amount, self.method)
@@ -173,7 +203,7 @@ class MaskScheduler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another one was; after this the model's state dict fits the model."""
-        self.steps = int(state["steps"])
+        self.steps = _checked_state(self, state)["steps"]
         for module, name in self.parameters if self.steps else ():
             identity(module, name)
 
@@ -181,6 +211,23 @@ class MaskScheduler:
         return (
             f"MaskScheduler({len(self.parameters)} tensors, step {self.steps}, {self.sparsity:.1%})"
         )
+
+
+def _next(scheduler: MaskScheduler | PlanScheduler) -> float:
+    """The sparsity of the next step."""
+    step = scheduler.steps + 1
+    wanted = _asked(scheduler.schedule, step)
+    _check_fraction(wanted)
+    scheduler._rising.see(step, wanted)
+    return wanted
+
+
+def _checked_state(scheduler: MaskScheduler | PlanScheduler, state: Any) -> dict[str, Any]:
+    known = scheduler.state_dict()
+    same = isinstance(state, Mapping) and state.keys() == known.keys()
+    if not same or not is_whole(state["steps"]) or state["steps"] < 0:
+        raise PlanError(f"this is no state of {type(scheduler).__name__}.state_dict()")
+    return dict(state)
 
 
 def _more(now: float, wanted: float) -> float:
@@ -207,13 +254,15 @@ class PlanScheduler:
         model: it gets the masks.
         example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
         schedule: step -> the fraction of units that each group has lost.
-        settings: those of :func:`fxprune.plan`, but ``sparsity``, ``exact`` and ``calibration``.
+        settings: those of :func:`fxprune.plan`, but ``sparsity``, ``target``, ``exact`` and
+            ``calibration``.
     """
 
     def __init__(
         self, model: nn.Module, example_input: Any, schedule: Schedule, **settings: Any
     ) -> None:
         check_model(model, example_input)
+        _check_schedule(schedule)
         known = [k for k in inspect.signature(plan).parameters if k not in _NOT_IN_STEPS]
         stray = next((name for name in settings if name not in known[2:]), None)
         if stray is not None:
@@ -235,7 +284,7 @@ class PlanScheduler:
             )
         self._gone: dict[str, np.ndarray] = {}  # units that are masked, by group
         self._plan: PruningPlan | None = None
-        self.steps = 0
+        self.steps, self._rising = 0, Rising()
 
     @property
     def plan(self) -> PruningPlan | None:
@@ -252,8 +301,7 @@ class PlanScheduler:
 
     def step(self) -> float:
         """Mask what is missing to the next sparsity of the schedule; returns the one reached."""
-        wanted = self.schedule(self.steps + 1)
-        _fraction(wanted)
+        wanted = _next(self)
         if wanted or self._gone:
             self._plan = made = self._planned(wanted)
             dropped = made._folds if made.settings.bias == "drop" else Folds()
@@ -291,16 +339,30 @@ class PlanScheduler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put the saved masks on; after this the model's state dict fits. Make the optimizer before
         this call: masks change the order of ``model.parameters()``."""
-        put_masks(self.model, state["masks"])
-        self.steps, self._plan = int(state["steps"]), None
-        self._gone = {key: mask.numpy().copy() for key, mask in state["gone"].items()}
+        state = _checked_state(self, state)
+        masks, gone = state["masks"], state["gone"]
+        if not all(isinstance(m, Mapping) and _are_tensors(m.values()) for m in (masks, gone)):
+            raise PlanError("this is no state of PlanScheduler.state_dict()")
+        for name, mask in masks.items():
+            if shape_of(self.model, name) != tuple(mask.shape):
+                raise PlanError(
+                    f"the state has a mask of shape {tuple(mask.shape)} for {name}, and here that "
+                    f"has {shape_of(self.model, name)}: the state is of another model"
+                )
+        put_masks(self.model, masks)
+        self.steps, self._plan = state["steps"], None
+        self._gone = {key: mask.numpy().copy() for key, mask in gone.items()}
 
     def __repr__(self) -> str:
         return f"PlanScheduler({type(self.model).__name__}, step {self.steps}, {self.sparsity:.1%})"
 
 
+def _are_tensors(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, torch.Tensor) for value in values)
+
+
 _NOT_IN_STEPS = {
-    "sparsity": "the schedule says how many units go",
+    **dict.fromkeys(("sparsity", "target"), "the schedule says how many units go"),
     "exact": "compact keeps what it takes for outputs to stay the same",
     **dict.fromkeys(
         ("calibration", "calibration_batches", "calibration_mode"),

@@ -290,6 +290,7 @@ def test_mappings_and_several_arguments_are_batches_too():
     ({"calibration": [IMAGES], "calibration_batches": 0}, "no positive integer"),
     ({"calibration": [IMAGES], "calibration_mode": "fast"}, "use one of sequential, parallel"),
     ({"importance": "reconstruction"}, "pass calibration="),
+    ({"calibration_mode": "parallel"}, "pass both"),
 ])  # fmt: skip
 def test_what_cannot_be_calibrated_with_is_said(settings, words):
     with pytest.raises(SettingError, match=words):

@@ -318,6 +318,10 @@ def test_what_goes_wrong_is_said_and_leaves_the_model_alone(make, error, words):
     (lambda: Taylor(BATCHES, loss="mse"), "loss='mse' is no function"),
     (lambda: Taylor(BATCHES, loss=nn.MSELoss), "loss=MSELoss is a class"),
     (lambda: Activation(BATCHES, statistic="mean"), "statistic='mean'"),
+    (lambda: Taylor(BATCHES, loss=F.cross_entropy, joint="x"), "joint='x'"),
+    (lambda: Fisher(BATCHES, loss=F.cross_entropy, per_sample="no"), "per_sample='no'"),
+    (lambda: Taylor(BATCHES, loss=F.cross_entropy, limit=0), "limit=0"),
+    (lambda: Wanda(BATCHES, limit=-1), "limit=-1"),
 ])  # fmt: skip
 def test_criteria_say_what_they_cannot_be(make, words):
     with pytest.raises(fxprune.SettingError, match=words):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 
 import pytest
 import torch
@@ -290,6 +291,28 @@ def test_masks_go_on_top_of_another_parametrization():
     (lambda m: masks.block_norm(m, "weight", norm=3), "norm=3"),
     (lambda m: masks.fpgm(m, "weight", 1, distance=3), "distance=3"),
     (lambda m: masks.nearly_diagonal(m, "weight", 2), "nearliness=2"),
+    (lambda m: masks.nearly_diagonal(m, "weight", "x"), "nearliness='x'"),
+    (lambda m: masks.l1_unstructured(m, "weight", 1, m.weight * math.nan), "they hold NaN"),
+    (lambda m: masks.custom_from_mask(m, "weight", m.weight * math.nan), "holds NaN"),
+    (lambda m: masks.apply(m, "weight", 3), "method=3"),
+    (lambda m: masks.block_norm(m, "weight", sparse_block_shape=4), "sparse_block_shape=4"),
+    (lambda m: masks.block_norm(m, "weight", sparse_block_shape=(1, "x")), "sparse_block_shape="),
+    (lambda m: masks.block_norm(m, "weight", zeros_per_block="x"), "zeros_per_block='x'"),
+    (lambda m: masks.block_norm(m, "weight", "x"), "sparsity_level='x'"),
+    (lambda m: masks.random_unstructured(m, "weight", 1, generator=3), "generator=3"),
+    (lambda m: masks.random_structured(m, "weight", 1, 0, generator=3), "generator=3"),
+    (lambda m: masks.mask_of(m, "x"), "no tensor 'x'"),
+    *((lambda m, f=f: f(None), "NoneType, not a torch.nn.Module") for f in (
+        masks.is_pruned, masks.sparsity, masks.from_torch_prune, masks.to_torch_prune,
+        masks.to_semi_structured)),
+    (lambda m: masks.global_unstructured([m], 0.5), "Linear is no pair"),
+    (lambda m: masks.global_unstructured(m, 0.5), "are no pairs"),
+    (lambda m: masks.global_unstructured([(m, "weight")], 0.5, importance_scores=m.weight), "maps"),
+    (lambda m: masks.global_unstructured(
+        [(m, "weight")], 0.5, importance_scores={(m, "bias"): m.bias}), "'bias'. is none of"),
+    (lambda m: masks.global_unstructured(
+        [(m, "weight")], 0.5, "random", importance_scores={(m, "weight"): m.weight}), "nothing"),
+    (lambda m: masks.global_unstructured([(m, "weight")], 1, generator=torch.Generator()), "only"),
     (lambda m: masks.remove(m, "weight"), "no mask that could be removed"),
     (lambda m: masks.global_unstructured([], 0.5), "no parameters"),
     (lambda m: masks.global_unstructured([(m, "weight")], 0.5, lambda s, k, a: s), "bool tensor"),

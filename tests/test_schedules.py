@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import math
 
 import pytest
 import torch
 from torch import nn
 
 import fxprune
-from fxprune.errors import SettingError
+from fxprune.errors import PlanError, PruningWarning, SettingError
 from fxprune.importance import Wanda
 from fxprune.masking import methods as mask_methods
 from fxprune.schedules import MaskScheduler, PlanScheduler, cubic, linear, one_shot
@@ -21,9 +22,71 @@ def test_schedules_begin_and_end_where_they_should():
         assert values == sorted(values) and values[-1] == pytest.approx(0.8)
     assert linear(0.8, 4)(1) == pytest.approx(0.2) and cubic(0.8, 4)(1) == pytest.approx(0.4625)
     assert [one_shot(0.5, at=2)(i) for i in range(4)] == [0, 0, 0.5, 0.5]
-    for wrong in (lambda: linear(1.5, 4), lambda: cubic(0.5, 0), lambda: one_shot(-1)):
-        with pytest.raises(SettingError):
-            wrong()
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda: linear(1.5, 4), "sparsity=1.5"), (lambda: linear(None, 3), "sparsity=None"),
+    (lambda: cubic("x", 3), "sparsity='x'"), (lambda: cubic(0.5, 0), "steps=0"),
+    (lambda: cubic(0.5, "x"), "steps='x'"), (lambda: cubic(0.5, 3, after="x"), "after='x'"),
+    (lambda: cubic(0.5, 3, start=2), "start=2"), (lambda: linear(0.5, 3, start=0.9), "than spars"),
+    (lambda: one_shot(-1), "sparsity=-1"), (lambda: one_shot(0.5, at=None), "at=None"),
+])  # fmt: skip
+def test_schedules_say_what_they_cannot_be(make, words):
+    with pytest.raises(SettingError, match=words):
+        make()
+
+
+LINEAR = nn.Linear(8, 4, bias=False)
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda: MaskScheduler(5, linear(0.5, 3)), "parameters=5"),
+    (lambda: MaskScheduler([LINEAR], linear(0.5, 3)), "Linear is no pair"),
+    (lambda: MaskScheduler([], linear(0.5, 3)), "no parameters"),
+    (lambda: MaskScheduler([(LINEAR, "bias")], linear(0.5, 3)), "no parameter or buffer 'bias'"),
+    (lambda: MaskScheduler([(LINEAR, "x")], linear(0.5, 3)), "'x'; it has weight"),
+    (lambda: MaskScheduler([(LINEAR, "weight")], 0.5), "schedule=0.5 is no function of the step"),
+    (lambda: MaskScheduler([(LINEAR, "weight")], linear(0.5, 3), "l1"), "method='l1'"),
+    (lambda: MaskScheduler([(LINEAR, "weight")], linear(0.5, 3), together="no"), "together='no'"),
+    (lambda: MaskScheduler([(LINEAR, "weight")], lambda: 0.5).step(), "schedule raised TypeError"),
+    (lambda: PlanScheduler(conv_net(), IMAGE, [0.1, 0.2]), "schedule=.0.1, 0.2. is no function"),
+    (lambda: PlanScheduler(conv_net(), IMAGE, "cubic"), "schedule='cubic' is no function"),
+    (lambda: PlanScheduler(conv_net(), IMAGE, lambda step: None).step(), "sparsity=None"),
+    (lambda: PlanScheduler(conv_net(), IMAGE, lambda step: math.nan).step(), "sparsity=nan"),
+    (lambda: PlanScheduler(conv_net(), IMAGE, linear(0.5, 3), target=fxprune.Target(params=0.5)),
+     "target: the schedule says how many units go"),
+])  # fmt: skip
+def test_what_a_scheduler_cannot_take_is_said_by_name(make, words):
+    with pytest.raises(SettingError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("make", [
+    lambda schedule: MaskScheduler([(nn.Linear(10, 10), "weight")], schedule),
+    lambda schedule: PlanScheduler(conv_net(), IMAGE, schedule),
+    lambda schedule: fxprune.Pruner(conv_net(), IMAGE, schedule=schedule),
+])  # fmt: skip
+def test_a_schedule_that_falls_is_told_once(make):
+    scheduler = make(lambda step: {1: 0.5, 5: 0.75}.get(step, 0.25))
+    first = scheduler.step()
+    with pytest.warns(PruningWarning, match="0.25 at step 2, and for 0.5 before") as told:
+        assert [scheduler.step() for _ in range(3)] == [first] * 3 and scheduler.step() > first
+    assert len([w for w in told if "before" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize("state", [
+    {}, None, {"steps": -3}, {"steps": "x"}, {"masks": None}, {"gone": {"a": 3}},
+    {"masks": {"x.weight": torch.ones(2)}}, {"masks": {"0.weight": torch.ones(2)}},
+])  # fmt: skip
+def test_a_state_that_is_none_is_refused_and_nothing_changes(state):
+    net = conv_net()
+    of_plans = PlanScheduler(net, IMAGE, linear(0.5, 3))
+    of_masks = MaskScheduler([(net[0], "weight")], linear(0.5, 3))
+    for scheduler in (of_plans, *([of_masks] if not state or "steps" in state else [])):
+        wrong = scheduler.state_dict() | {"steps": 1} | state if state else state
+        with pytest.raises(PlanError, match="state"):
+            scheduler.load_state_dict(wrong)
+        assert scheduler.steps == 0 and not fxprune.masks.is_pruned(net)
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from ..errors import SettingError
-from ..modules.batches import Batches
+from ..modules.batches import Batches, check_limit
 from ..modules.running import evaluating
 from ..progress import tracking
 from ..relating.constants import all_reads
@@ -36,6 +36,10 @@ _CHUNK = 2**16  # samples that are looked at at once
 class _OfActivations(Criterion):
     batches: Iterable[Any] = field(repr=False, kw_only=False)
     limit: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_limit(self.limit, "limit")
 
     def prepare(self, context: Context) -> Importance:
         data = _measure(self, context)

@@ -14,7 +14,8 @@ from torch.nn.utils import parametrize
 
 from ..errors import InputError, ModelError, SettingError
 from ..modules import tree
-from ..modules.batches import Batches, as_input, labels_of
+from ..modules.batches import Batches, as_input, check_limit, labels_of
+from ..modules.given import check_flag
 from ..modules.inspecting import read_attribute, tensors_of
 from ..modules.running import bind_inputs, describe, evaluating
 from ..progress import tracking
@@ -48,6 +49,8 @@ class _OfGradients(Criterion):
                 raise SettingError(f"{name}={given.__name__} is a class; pass {given.__name__}()")
             if given is not None and not callable(given):
                 raise SettingError(f"{name}={given!r} is no function")
+        check_flag("joint", self.joint)
+        check_limit(self.limit, "limit")
 
     def prepare(self, context: Context) -> Importance:
         data = _measure(self, context)
@@ -103,6 +106,10 @@ class Fisher(_OfGradients):
     factor: ClassVar[float] = 0.5
 
     per_sample: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flag("per_sample", self.per_sample)
 
     def samples(self, batch: Any) -> Iterator[Any]:
         if not self.per_sample:

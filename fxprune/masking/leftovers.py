@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize, prune
 
 from ..errors import SettingError
 from ..modules.copying import copy_model
+from ..modules.given import check_module
 from ..parametrized.mask import (
     bake,
     mask_of,
@@ -87,7 +88,7 @@ def from_torch_prune(model: nn.Module) -> nn.Module:
     """Turn masks of ``torch.nn.utils.prune`` and of ``torch.ao.pruning``'s sparsifiers into
     fxprune's, in place. The parameters stay the same objects, with their values beneath the masks.
     """
-    for path, module in model.named_modules():
+    for path, module in check_module(model, "model").named_modules():
         for name in pruned_names(module):
             if f"{name}_orig" not in module._parameters:
                 raise SettingError(
@@ -115,7 +116,7 @@ def from_torch_prune(model: nn.Module) -> nn.Module:
 def to_torch_prune(model: nn.Module) -> nn.Module:
     """Turn fxprune's masks into those of ``torch.nn.utils.prune``, in place, as for tools that look
     for ``weight_orig`` and ``weight_mask``. Those on top of other parametrizations become final."""
-    for path, module in model.named_modules():
+    for path, module in check_module(model, "model").named_modules():
         for name in masked_names(module):
             if not isinstance(parametrizations(module)[name].original, nn.Parameter):
                 raise SettingError(

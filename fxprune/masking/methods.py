@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import SettingError
+from ..modules.given import is_number, is_whole
 
 _SHORT = 8  # entries of a block that are ranked by comparing each with each
 
@@ -104,7 +105,7 @@ def _slices(scores: Tensor, keep: Tensor, dim: int) -> tuple[int, Tensor]:
     """(dimension, slices along it of which anything is left)."""
     if scores.dim() < 2:
         raise SettingError("slices need a tensor of two dimensions at least; this one has fewer")
-    if not isinstance(dim, int) or not -scores.dim() <= dim < scores.dim():
+    if not is_whole(dim) or not -scores.dim() <= dim < scores.dim():
         raise SettingError(f"dim={dim} is no dimension of a tensor of shape {tuple(scores.shape)}")
     dim %= scores.dim()
     rows = keep.movedim(dim, 0).flatten(1).any(1)
@@ -132,13 +133,11 @@ def blocks(
     The share ``level`` of the blocks is cut; of each, the ``zeros`` smallest entries. Blocks at
     the far edges may be ragged. ``norm``: 1, 2 or ``f(tensor) -> tensor`` of the same shape.
     """
-    if len(shape) != 2 or min(shape) < 1:
-        raise SettingError(f"sparse_block_shape={shape!r} is not two numbers of 1 at least")
-    size = shape[0] * shape[1]
-    if not 0 <= zeros <= size:
-        raise SettingError(f"zeros_per_block={zeros} is not between 0 and the {size} of a block")
-    if not 0 <= level <= 1:
-        raise SettingError(f"sparsity_level={level} is not in [0, 1]")
+    size = block_size(shape)
+    if not is_whole(zeros) or not 0 <= zeros <= size:
+        raise SettingError(f"zeros_per_block={zeros!r} is not between 0 and the {size} of a block")
+    if not is_number(level) or not 0 <= level <= 1:
+        raise SettingError(f"sparsity_level={level!r} is not in [0, 1]")
     if not callable(norm) and norm not in (1, 2):
         raise SettingError(f"norm={norm!r} is neither 1, 2 nor a function of the tensor")
     if scores.dim() < 2:
@@ -159,6 +158,14 @@ def blocks(
         if zeros < size:
             stay = stay | _all_but_smallest(inside, zeros)
     return keep & _out_of_blocks(stay, scores.shape, shape)
+
+
+def block_size(shape: Any) -> int:
+    """How many entries a block has."""
+    pair = isinstance(shape, (tuple, list)) and len(shape) == 2 and all(map(is_whole, shape))
+    if not pair or min(shape) < 1:
+        raise SettingError(f"sparse_block_shape={shape!r} is not two numbers of 1 at least")
+    return shape[0] * shape[1]
 
 
 def _smallest_of(values: Tensor, number: int) -> Tensor:
@@ -203,6 +210,8 @@ def _out_of_blocks(rows: Tensor, whole: torch.Size, shape: tuple[int, int]) -> T
 
 def diagonal(scores: Tensor, keep: Tensor, nearliness: int) -> Tensor:
     """The ``nearliness`` diagonals (an odd number) around the main one."""
+    if not is_whole(nearliness):
+        raise SettingError(f"nearliness={nearliness!r} is no number of diagonals")
     reach = nearliness // 2
     if scores.dim() != 2:
         raise SettingError("a diagonal needs a tensor of two dimensions")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SettingError
+from ..modules.given import is_number
 from ..parametrized.mask import beneath
 from ..rules.channels import SourceAxis
 from .plan_masks import check_fits
@@ -16,7 +17,7 @@ from .plan_masks import check_fits
 
 def penalty(plan: Any, model: nn.Module, *, grow: float = 0.0) -> Tensor:
     """See :meth:`fxprune.PruningPlan.penalty`."""
-    if not isinstance(grow, (int, float)) or not 0 <= grow < float("inf"):
+    if not is_number(grow) or not 0 <= grow < float("inf"):
         raise SettingError(f"grow={grow!r} is no number from 0 on")
     total: Any = 0.0
     for norms in _norms(plan, model):
@@ -30,7 +31,7 @@ def penalty(plan: Any, model: nn.Module, *, grow: float = 0.0) -> Tensor:
 
 def proximal_step(plan: Any, model: nn.Module, amount: float) -> int:
     """See :meth:`fxprune.PruningPlan.proximal_step`."""
-    if not amount >= 0:
+    if not is_number(amount) or not amount >= 0:
         raise SettingError(f"amount={amount!r} is no number from 0 on")
     for axis, tensor in _made(plan, model):
         if not tensor.is_leaf:

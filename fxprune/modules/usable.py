@@ -22,8 +22,8 @@ def check_bare(model: nn.Module) -> None:
         raise ModelError("model is compiled; pass model._orig_mod")
 
 
-def check_model(model: Any, example_input: Any) -> None:
-    """Raise for models that no run can be recorded of, with what to do instead."""
+def check_is_model(model: Any) -> None:
+    """Raise for what is no module, but a class of these, say, or a wrapper of one."""
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise ModelError(
             f"model is the class {model.__name__}; pass an instance: {model.__name__}(…)"
@@ -31,6 +31,11 @@ def check_model(model: Any, example_input: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     check_bare(model)
+
+
+def check_model(model: Any, example_input: Any) -> None:
+    """Raise for models that no run can be recorded of, with what to do instead."""
+    check_is_model(model)
     modules = modules_of(model)
     for path, module in modules.items():
         where = f"{path!r}" if path else "the model"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..errors import SettingError
 from ..modules.deriving import derived
 from ..modules.inspecting import parts_of
 
@@ -171,7 +172,9 @@ def _load(base: type, state: dict[str, Any]) -> Any:
 
 def mask_of(module: nn.Module, name: str) -> Tensor:
     """True where a tensor is not masked: bool, of its shape."""
-    value = getattr(module, name)
+    value = getattr(module, name, None)
+    if not isinstance(value, Tensor):
+        raise SettingError(f"{type(module).__name__} has no tensor {name!r}")
     keep = torch.ones(value.shape, dtype=torch.bool, device=value.device)
     for mask in masks_on(module, name):
         keep = keep & mask.keep

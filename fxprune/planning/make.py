@@ -133,6 +133,8 @@ def plan(
             raise SettingError("importance='reconstruction' needs inputs: pass calibration=")
         if calibration_batches is not None:
             raise SettingError("calibration_batches= counts what calibration= gives: pass both")
+        if calibration_mode != "sequential":
+            raise SettingError("calibration_mode= says how calibration= is taken: pass both")
         with parametrized(model):
             return _told(make_plan(model, example_input, settings, patterns, Planner))
     batches = Batches(calibration, model, example_input, calibration_batches)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ..choosing.settings import Settings
 from ..choosing.target import Reached
 from ..code import Written
-from ..errors import SettingError
 from ..masking import penalty as penalties
 from ..masking import plan_masks as masking
+from ..modules.given import check_flag
 from ..modules.running import on_cpu
 from ..relating.constants import Constants
 from ..relating.dependency import dependency_graph
@@ -162,8 +162,7 @@ class PruningPlan:
         Raises:
             PlanError: the plan does not fit the model.
         """
-        if not isinstance(inplace, bool):
-            raise SettingError(f"inplace={inplace!r} is neither True nor False")
+        check_flag("inplace", inplace)
         return rewrite.apply(self, model, inplace=inplace)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import FileError
+from ..modules.given import check_path
 from .indices import Malformed
 
 KEY = "fxprune"
@@ -34,6 +35,7 @@ def room_for(tensors: int) -> int:
 @contextmanager
 def speaking_of(path: str | os.PathLike[str]) -> Iterator[None]:
     """Errors inside are about this file."""
+    check_path(path)
     try:
         yield
     except FileError:
@@ -47,6 +49,7 @@ def speaking_of(path: str | os.PathLike[str]) -> Iterator[None]:
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A file beside, which takes the place of the one there when it is whole."""
+    check_path(path)
     beside = Path(f"{os.fspath(path)}.{os.getpid()}.part")
     with speaking_of(path):
         try:

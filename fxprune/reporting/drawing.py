@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SettingError
+from ..modules.given import check_path
 from ..records.container import speaking_of
 from .describing import axes_kept, group_of_axis, owner
 
@@ -23,9 +24,12 @@ def draw(plan: Any, path: str | os.PathLike[str] | None = None) -> Any:
             "plan.draw needs the graphviz package (pip install 'fxprune[draw]') and Graphviz's "
             "program dot"
         ) from error
-    kind = Path(path).suffix.removeprefix(".").lower() if path is not None else "svg"
+    kind = "svg"
+    if path is not None:
+        check_path(path)
+        kind = Path(path).suffix.removeprefix(".").lower()
     if kind not in graphviz.FORMATS:
-        raise SettingError(f"path={path!r} does not end like a picture: use .svg, .pdf or .png")
+        raise SettingError(f"path='{path}' does not end as pictures do: use .svg, .pdf or .png")
     picture = graphviz.Source(source(plan))
     if path is not None:
         try:

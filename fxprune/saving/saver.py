@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..errors import FileError, ModelError
+from ..errors import ModelError
+from ..modules.given import check_path
 from ..modules.inspecting import dotted, shape_of
 from ..modules.running import on_cpu
 from ..modules.usable import check_bare
@@ -47,8 +48,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
             safetensors file can: quantized or sparse tensors.
         FileError: the file cannot be written.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise FileError(f"path is a {type(path).__name__}, where the name of a file is needed")
+    check_path(path)
     history = _history(model)
     found = places(model)
     _check_unchanged(model, found, history)

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from ..errors import InputError, ModelError, PruningError
 from ..modules.running import LOCK, bind_inputs, describe, evaluating, uncollected, wanted
+from ..modules.usable import check_is_model
 from ..rules.registry import python_functions
 from . import caches
 from .asking import asking_literals, traced_attributes, traced_builtins
@@ -41,6 +42,7 @@ def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
     Raises:
         InputError: the model does not run on ``example_input``; its own error is chained.
     """
+    check_is_model(model)
     with uncollected():
         recorded = record(model, example_input)
         for node in recorded.graph.nodes:

@@ -15,8 +15,9 @@ from torch import fx, nn
 
 from ..choosing.select import Choice
 from ..choosing.settings import Settings, checked
-from ..errors import ProofError, SettingError
+from ..errors import ProofError
 from ..masking.leftovers import made_plain
+from ..modules.given import check_flag
 from ..modules.running import on_cpu, outputs
 from ..modules.usable import check_model
 from ..planning.make import make_plan
@@ -58,8 +59,7 @@ def compact(
         PruningError: and nothing has changed.
     """
     check_model(model, example_input)
-    if not isinstance(verify, bool):
-        raise SettingError(f"verify={verify!r} is neither True nor False")
+    check_flag("verify", verify)
     plain = made_plain(model)
     plan = plan_compact(plain, example_input, ignore=ignore, patterns=patterns)
     small, _ = apply_with_journal(plan, plain, inplace=False, folds=plan._folds)
