@@ -53,7 +53,7 @@ SCHEDULES = {
     "default": ({}, [0.5, 0.5]),
     "sequence": ({"schedule": [0.25, 0.5, 0.875]}, [0.25, 0.5, 0.875, 0.875]),
     "function": ({"schedule": linear(0.75, 3)}, [0.25, 0.5, 0.75, 0.75]),
-    "falling": ({"schedule": [0.5, 0.25, 0.75]}, [0.5, 0.5, 0.75]),
+    "falling": ({"schedule": lambda step: [0.5, 0.25, 0.75][min(step, 3) - 1]}, [0.5, 0.5, 0.75]),
 }
 
 
@@ -273,6 +273,25 @@ def test_a_state_of_another_model_is_refused_and_nothing_changes():
         with pytest.raises(PlanError, match="state"):
             twin.load_state_dict(wrong)
     assert before.differences() == []
+
+
+@pytest.mark.parametrize("settings", [
+    {"sparsity": 0.75, "steps": 3}, {"sparsity": 0.5, "steps": 4}, {"schedule": [0.1, 0.2]},
+])  # fmt: skip
+def test_a_state_of_another_schedule_is_told_and_the_next_step_goes_by_the_new_one(settings):
+    def start(**settings):
+        return fxprune.Pruner(conv_net(), IMAGE, **settings)
+
+    first = start(sparsity=0.5, steps=3)
+    first.step()
+    again = start(sparsity=0.5, steps=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.load_state_dict(first.state_dict())
+    other = start(**settings)
+    with pytest.warns(PruningWarning, match="made for sparsities of 0.352, and by this Pruner's"):
+        other.load_state_dict(first.state_dict())
+    assert other.sparsity == again.sparsity == first.sparsity
 
 
 # -- what goes on ---------------------------------------------------------------------------------
@@ -514,7 +533,7 @@ def test_warnings_that_are_errors_change_nothing():
 
 
 def test_what_cannot_be_is_said_before_any_training():
-    net = conv_net()
+    net, twin = conv_net(), conv_net()
     for settings, message in (
         ({"spasity": 0.5}, "spasity is no setting of a plan; did you mean sparsity"),
         ({"inplace": True}, "inplace is no setting"), ({"sparsity": 1.5}, "not a fraction"),
@@ -528,7 +547,11 @@ def test_what_cannot_be_is_said_before_any_training():
         ({"importance": {"0": [1.0] * 16}, "steps": 2}, "'0' are of the units that there are now"),
         ({"importance": Taylor(iter([IMAGE]), loss=F.mse_loss), "steps": 2}, "an iterator"),
         ({"importance": {"*": Wanda(iter([IMAGE]))}, "schedule": lambda step: 0.5}, "an iterator"),
-        ({"also": [net]}, "no other model"), ({"also": nn.Linear(2, 2)}, "no other model"),
+        ({"schedule": [0.5, 0.25]}, "falls"), ({"also": nn.Linear(2, 2)}, "no other model"),
+        ({"also": [net]}, "the model itself"), ({"also": nn.DataParallel(net)}, "the model itself"),
+        ({"also": [twin, AveragedModel(net), twin]}, "stands there twice"),
+        ({"calibration_mode": "parallel"}, "pass both"),
+        ({"importance": "reconstruction"}, "pass calibration="),
     ):  # fmt: skip
         with pytest.raises(SettingError, match=message):
             fxprune.Pruner(net, IMAGE, **settings)
@@ -538,6 +561,8 @@ def test_what_cannot_be_is_said_before_any_training():
         fxprune.Pruner(net, IMAGE, schedule=lambda step: 1.0).step()
     with pytest.raises(SettingError, match="sparsity=None is not a fraction"):
         fxprune.Pruner(net, IMAGE, schedule=lambda step: None).step()
+    with pytest.raises(SettingError, match="schedule raised TypeError for step 1"):
+        fxprune.Pruner(net, IMAGE, schedule=lambda: 0.5).step()
     pruner = fxprune.Pruner(net, IMAGE, steps=4)
     pruner.step()
     assert repr(pruner) == (

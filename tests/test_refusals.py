@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,6 +149,15 @@ def test_a_plan_asks_for_the_model_inside(use, wrap, said, tmp_path):
     (lambda m, x: fxprune.plan(m, x, calibration_batches=-3), "calibration_batches=-3"),
     (lambda m, x: fxprune.plan(m, x, calibration_batches=3), "pass both"),
     (lambda m, x: MaskScheduler([(m[0], "weight")], 0.5), "no function of the step"),
+    (lambda m, x: fxprune.plan(m, x, calibration_mode="parallel"), "pass both"),
+    (lambda m, x: fxprune.trace(None, x), "model is a NoneType"),
+    (lambda m, x: fxprune.trace(nn.Linear, x), "pass an instance"),
+    (lambda m, x: fxprune.plan(m, x).save(None), "path is a NoneType"),
+    (lambda m, x: fxprune.plan(m, x).to_html(None), "path is a NoneType"),
+    (lambda m, x: fxprune.PruningPlan.load(None, m), "path is a NoneType"),
+    (lambda m, x: fxprune.plan(m, x).draw(3), "path is a int"),
+    (lambda m, x: fxprune.plan(m, x).draw(Path("a.xyz")), "path='a.xyz' does not end as pictures"),
+    (lambda m, x: fxprune.plan(m, x).proximal_step(m, "x"), "amount='x'"),
     (lambda m, x: fxprune.plan(m, x, ignore=[m[0].weight]), "ignore: a tensor"),
     (lambda m, x: fxprune.plan(m, x, ignore={"0": True}), "ignore=.*is not a name, a glob"),
     (lambda m, x: fxprune.plan(m, x).penalty(m, grow=float("nan")), "grow=nan"),
@@ -172,7 +182,8 @@ def test_a_default_device_is_that_of_the_users_code_alone():
 
 
 @pytest.mark.parametrize("change", [
-    {"history": [{"a": 1}]}, {"history": None}, {"choices": None}, {"kept": None},
+    {"history": [{"a": 1}]}, {"history": None}, {"choices": None}, {"kept": None}, {"history": []},
+    {"asked": ["a"]}, {"asked": None}, {"asked": []},
 ])  # fmt: skip
 def test_a_state_in_another_form_changes_nothing(change):
     net, x, _ = net_and_plan()

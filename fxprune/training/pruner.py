@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from ..choosing.settings import Settings, checked
 from ..errors import ModelError, PlanError, PruningWarning, SettingError, warn
 from ..importance import resolve
 from ..importance.named import check_lasting
+from ..modules.given import Rising, check_flag
 from ..modules.inspecting import count_parameters, read_attribute
 from ..modules.running import on_cpu
 from ..modules.usable import check_model
@@ -117,8 +119,7 @@ class Pruner:
         if is_masked(model):
             raise ModelError("a masked model cannot be pruned in place; plan.apply(model) first")
         settings = _checked(settings)
-        if not isinstance(verify, bool):
-            raise SettingError(f"verify={verify!r} is neither True nor False")
+        check_flag("verify", verify)
         self.model, self.example_input, self.verify = model, example_input, verify
         self.settings = settings
         self.steps, self._last, self._share = shares(schedule, steps, settings)
@@ -129,19 +130,26 @@ class Pruner:
         if not isinstance(several, Iterable):
             raise SettingError(f"also={also!r} is no module, nor several")
         self.also = [_unwrapped(other, model) for other in several]
+        if len({id(other) for other in self.also}) < len(self.also):
+            raise SettingError("also: a model stands there twice")
         self.kept: dict[str, dict[int, Tensor]] = {}
         self.history: list[PrunerStep] = []
         self.plan: PruningPlan | None = None
         self._choices: list[dict[str, Any] | None] = []
+        self._asked: list[float] = []  # for which sparsity each step was made
+        self._rising = Rising()
         first = self._plan_nothing()
         self._widths, target = Widths(first), settings.get("target")
         self._budget = target and Budget(target, first._trace, first._relations, example_input)
 
     def _plan_nothing(self) -> PruningPlan:
         """What groups there are; it costs no data, and says early what cannot be."""
-        plain = {k: v for k, v in self.settings.items() if not k.startswith("calibration")}
-        plain.pop("target", None)
-        if plain.get("importance") == "reconstruction":
+        calibrated = "calibration" in self.settings
+        plain = {
+            name: value for name, value in self.settings.items()
+            if name != "target" and not (calibrated and name.startswith("calibration"))
+        }  # fmt: skip
+        if calibrated and plain.get("importance") == "reconstruction":
             plain |= {"importance": "l2", "scope": "local"}
         elif not isinstance(plain.get("importance"), str):  # it may look at data
             plain["importance"] = "l2"
@@ -170,8 +178,8 @@ class Pruner:
             return self._step()
 
     def _step(self) -> float:
-        made = self._planned(len(self.history) + 1)
-        choice = None
+        number = len(self.history) + 1
+        asked, made, choice = self._asks(number), self._planned(number), None
         if made is not None and made.kept:
             kept = self._composed(made, self.kept)
             what = chosen.as_json(made, with_example=False)
@@ -188,6 +196,7 @@ class Pruner:
             self.kept, self.plan = kept, made
             self._widths = self._widths.after(made)
         self._choices.append(choice)
+        self._asked.append(asked)
         left = count_parameters(self.model)
         self.history.append(PrunerStep(self.sparsity, left, self._widths.by_name()))
         return self.sparsity
@@ -199,9 +208,14 @@ class Pruner:
     def _folds(self, made: PruningPlan, model: nn.Module) -> Folds | None:
         return made._folds if model is self.model else None  # others have constants of their own
 
+    def _asks(self, number: int) -> float:
+        """For which sparsity a step is made; where that is not one number, which share of it."""
+        return self._share(number) * (1.0 if isinstance(self._last, Mapping) else self._last)
+
     def _planned(self, number: int) -> PruningPlan | None:
         """A new plan for the model as it is; None where nothing has to go."""
         share, before = self._share(number), self._share(number - 1) if number > 1 else 0.0
+        self._rising.see(number, share)
         settings = dict(self.settings)
         if not share or (self._budget and share <= before):
             return None
@@ -268,27 +282,41 @@ class Pruner:
         It can be read with ``torch.load(weights_only=True)``."""
         kept = {name: dict(dims) for name, dims in self.kept.items()}
         history = [asdict(step) for step in self.history]
-        return {"choices": list(self._choices), "history": history, "kept": kept}
+        asked = list(self._asked)
+        return {"choices": list(self._choices), "history": history, "kept": kept, "asked": asked}
 
     @on_cpu()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the model, which is as it was before the first step, as small as the saved one was,
         in place, with the optimizers and averages. Its weights are then those that it had; load the
-        state dicts of the model and of the optimizers after this.
+        state dicts of the model and of the optimizers after this. Another schedule or sparsity than
+        the saved one had is a warning, and what the next steps go by.
 
         Raises:
             PlanError: the state is of another model; nothing has changed.
         """
         if self.history:
             raise SettingError("load into a new Pruner, of the model before the first step")
-        if not isinstance(state, dict) or state.keys() != {"choices", "history", "kept"}:
+        if not isinstance(state, dict) or state.keys() != self.state_dict().keys():
             raise PlanError("this is no state of Pruner.state_dict()")
         try:
             history = [PrunerStep(**step) for step in state["history"]]
-            choices = list(state["choices"])
+            choices, asked = list(state["choices"]), [float(share) for share in state["asked"]]
             dict(state["kept"])
         except (TypeError, ValueError) as error:
             raise PlanError(f"this is no state of Pruner.state_dict(): {error}") from error
+        if not len(history) == len(choices) == len(asked):
+            raise PlanError(
+                f"this is no state of Pruner.state_dict(): it has {len(history)} steps, and "
+                f"choices of {len(choices)}"
+            )
+        own = [self._asks(number + 1) for number in range(len(asked))]
+        if not np.allclose(own, asked):
+            then, now = (", ".join(f"{share:.3g}" for share in some) for some in (asked, own))
+            warn(
+                f"the saved steps were made for sparsities of {then}, and by this Pruner's "
+                f"settings they would be {now}: the next step goes by these"
+            )
         kept: dict[str, dict[int, Tensor]] = {}
         widths = self._widths
         try:
@@ -311,7 +339,7 @@ class Pruner:
                 "Build the model as it was before anything was pruned, and give the same settings"
             ) from error
         self.kept, self._widths = kept, widths
-        self.history, self._choices = history, choices
+        self.history, self._choices, self._asked = history, choices, asked
 
     def _restored(self, choice: Any) -> PruningPlan:
         """A plan that was made before, for the model as it is now, whose weights do not matter."""
@@ -363,8 +391,10 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _unwrapped(other: nn.Module, model: nn.Module) -> nn.Module:
     """A model of the same shapes as ``model``, or the one inside a wrapper."""
+    if other is model or getattr(other, "module", None) is model:
+        raise SettingError("also: it is the model itself, which is pruned anyway; leave it out")
     for found in (other, getattr(other, "module", None)):
-        if isinstance(found, nn.Module) and found is not model and _shapes(found) == _shapes(model):
+        if isinstance(found, nn.Module) and _shapes(found) == _shapes(model):
             return found
     raise SettingError(
         f"also: {type(other).__name__} is no other model with the parameters of "
