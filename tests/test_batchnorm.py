@@ -31,9 +31,17 @@ def test_statistics_are_those_of_the_batches_and_nothing_else_changes():
 def test_an_exception_leaves_the_statistics_as_they_were():
     model = conv_net()
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    with pytest.raises(fxprune.SettingError, match="no batches"):
+    with pytest.raises(fxprune.SettingError, match="batches has no batches"):
         fxprune.recalibrate_batchnorm(model, [], IMAGES[:2])
+    with pytest.raises(fxprune.SettingError, match=r"^limit=0"):
+        fxprune.recalibrate_batchnorm(model, [IMAGES], IMAGES[:2], limit=0)
     with pytest.raises(RuntimeError):
         fxprune.recalibrate_batchnorm(model, [IMAGES, nn.Identity()(IMAGES[:, :2])], IMAGES[:2])
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert not model.training and not model[1].training
+
+
+@pytest.mark.parametrize("norm", [nn.Identity(), nn.BatchNorm2d(3, track_running_stats=False)])
+def test_a_model_without_statistics_is_told(norm):
+    with pytest.warns(fxprune.PruningWarning, match="no batch norm that keeps statistics"):
+        fxprune.recalibrate_batchnorm(nn.Sequential(norm), [IMAGES], IMAGES[:2])

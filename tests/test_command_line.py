@@ -342,10 +342,23 @@ def test_a_model_that_would_not_fit_is_not_built(monkeypatch):
         ([NET, *SHAPE, "--dtype", "int8"], "floating-point"),
         ([NET, *SHAPE, "--weights", "nowhere.pt"], "does not exist"),
         ([NET, *SHAPE, "--html", "nowhere/plan.html"], "folder 'nowhere' does not exist"),
+        ([NET, *SHAPE, "--draw", "a.xyz"], "'a.xyz': pictures end in .svg, .pdf or .png"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_in_a_line_or_two(arguments, words):
     assert words in call("inspect", *arguments, status=2)
+
+
+@pytest.mark.parametrize("command", ["prune", "compact"])
+@pytest.mark.parametrize("name", ["small.pt", "small.PTH", "small.bin"])
+def test_no_safetensors_file_gets_a_name_of_a_pickled_one(command, name, tmp_path):
+    said = call(command, NET, *SHAPE, "-o", tmp_path / name, status=2)
+    assert "let its name end in .safetensors" in said and not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_word_that_no_pattern_has_is_a_mistake(form):
+    assert "no pattern has 'zzzz'" in call("patterns", "zzzz", *form, status=2)
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])

@@ -290,7 +290,7 @@ def breaks(*_):
     (lambda: Taylor(BATCHES, loss=breaks), fxprune.SettingError, "loss= raised Broken"),
     (lambda: Fisher(BATCHES, forward=breaks), fxprune.SettingError, "forward= raised Broken"),
     (lambda: Taylor([(IMAGES[:, :2], LABELS)], **LOSS), fxprune.InputError, "does not run"),
-    (lambda: Activation([IMAGES[:, :2]]), fxprune.InputError, "does not run"),
+    (lambda: Activation([IMAGES[:, :2]]), fxprune.InputError, "^batches: a batch does not run"),
     (lambda: Taylor(iter([]), **LOSS), fxprune.SettingError, "batches has no batches"),
     (lambda: Taylor(IMAGES, **LOSS), fxprune.SettingError, "batches=Tensor is no iterable"),
     (lambda: Taylor([(IMAGES[:0], LABELS[:0])], **LOSS), fxprune.InputError, "holds no sample"),

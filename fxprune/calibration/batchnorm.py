@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import SettingError
+from ..errors import SettingError, warn
 from ..modules.batches import Batches
 from ..modules.running import bind_inputs
+from ..modules.usable import check_is_model
 
 
 def recalibrate_batchnorm(
@@ -29,15 +30,22 @@ def recalibrate_batchnorm(
         limit: how many batches to take; by default all.
 
     Returns:
-        ``model``.
+        ``model``; with a :class:`fxprune.PruningWarning` where it has no such norm.
 
     Raises:
         SettingError: there are no batches, or they give no numbers. An exception leaves the
             statistics as they were.
     """
+    check_is_model(model)
     norms: list[Any] = [
         m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats
     ]
+    if not norms:
+        warn(
+            f"{type(model).__name__} has no batch norm that keeps statistics: there is nothing to "
+            "estimate anew"
+        )
+        return model
     training = {m: m.training for m in model.modules()}
     momenta = {m: m.momentum for m in norms}
     buffers = {b: b.clone() for b in model.buffers()}
@@ -48,7 +56,7 @@ def recalibrate_batchnorm(
             m.momentum = None  # the mean of all batches
             m.reset_running_stats()
         with torch.no_grad():
-            for batch in Batches(batches, model, example_input, limit):
+            for batch in Batches(batches, model, example_input, limit, ("batches", "limit")):
                 args, kwargs = bind_inputs(batch)
                 model(*args, **kwargs)
         found = {m: (m.running_mean.clone(), m.running_var.clone()) for m in norms if _ran(m)}

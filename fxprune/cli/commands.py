@@ -16,7 +16,8 @@ from ..modules.inspecting import count_parameters
 from ..proving import proof
 from ..reporting.describing import describe
 from . import known, telling
-from .options import WRITE, Job, job, of_a_model, of_a_plan, settings
+from .mistakes import Mistake
+from .options import PICTURE, SAVE, WRITE, Job, job, of_a_model, of_a_plan, settings
 from .telling import Steps, told
 
 _EXAMPLES = """
@@ -58,7 +59,7 @@ def fxprune() -> None:
 @click.option("--skipped", is_flag=True, help="List each layer that stays whole, and why.")
 @click.option("--code", is_flag=True, help="Show attributes and code that change.")
 @click.option("--html", type=WRITE, metavar="FILE", help="Write the plan as a page.")
-@click.option("--draw", type=WRITE, metavar="FILE", help="Draw the groups (.svg, .pdf, .png).")
+@click.option("--draw", type=PICTURE, metavar="FILE", help="Draw the groups (.svg, .pdf, .png).")
 @told
 def inspect(
     as_json: bool, groups: bool, skipped: bool, code: bool, html: Path, draw: Path, **given: Any
@@ -84,7 +85,7 @@ def inspect(
 @fxprune.command()
 @of_a_model
 @of_a_plan
-@click.option("-o", "--output", type=WRITE, metavar="FILE", help=(
+@click.option("-o", "--output", type=SAVE, metavar="FILE", help=(
     "Save the pruned model there, for fxprune.load."))  # fmt: skip
 @click.option(
     "--verify/--no-verify",
@@ -120,7 +121,7 @@ def prune(as_json: bool, output: Path | None, verify: bool, html: Path, **given:
 @fxprune.command()
 @of_a_model
 @click.option("--ignore", multiple=True, metavar="NAME", help="Layer whose channels all stay.")
-@click.option("-o", "--output", type=WRITE, metavar="FILE", help="Save the smaller model there.")
+@click.option("-o", "--output", type=SAVE, metavar="FILE", help="Save the smaller model there.")
 @told
 def compact(as_json: bool, output: Path | None, ignore: tuple[str, ...], **given: Any) -> None:
     """Take out channels that are zero already."""
@@ -181,6 +182,8 @@ def patterns(word: str, as_json: bool) -> None:
     With WORD, only the lines that have it.
     """
     rows = known.rows(word)
+    if not rows:
+        raise Mistake(f"no pattern has {word!r} in its line; without a word all are shown")
     if as_json:
         click.echo(json.dumps([dict(zip(known.HEADINGS, row, strict=True)) for row in rows]))
     else:

@@ -21,16 +21,31 @@ READ = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 class WritePath(click.Path):
-    """A file to write, in a folder that is there."""
+    """A file to write, in a folder that is there. ``fits``: whether a suffix is one of what is
+    written, and ``wanted`` the sentence where it is none."""
+
+    def __init__(self, fits: Callable[[str], bool] = bool, wanted: str = "") -> None:
+        super().__init__(dir_okay=False, writable=True)
+        self._fits, self._wanted = fits, wanted
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Path:
         path = Path(str(super().convert(value, param, ctx)))
         if not path.parent.is_dir():
             self.fail(f"the folder {str(path.parent)!r} does not exist", param, ctx)
+        if self._wanted and not self._fits(path.suffix.lower()):
+            self.fail(f"{str(path)!r}: {self._wanted}", param, ctx)
         return path
 
 
-WRITE = WritePath(dir_okay=False, writable=True)
+WRITE = WritePath()
+# What torch.save is known to write is unpickled by others.
+SAVE = WritePath(
+    lambda suffix: suffix not in (".pt", ".pth", ".bin", ".ckpt", ".pkl"),
+    "what is written is a safetensors file; let its name end in .safetensors",
+)
+PICTURE = WritePath(
+    lambda suffix: suffix in (".svg", ".pdf", ".png"), "pictures end in .svg, .pdf or .png"
+)
 
 # -- the model ------------------------------------------------------------------------------------
 

@@ -187,7 +187,7 @@ def _measure(criterion: _OfActivations, context: Context) -> Measured:
         module, words = trace.graph_module(), type(criterion).__name__
         with evaluating(trace.model), tracking(words, criterion.limit) as track:
             for batch in track(batches):
-                run = Run(module, batch)
+                run = Run(module, batch, _NAMES[0])
                 for node in trace.graph.nodes:
                     for i in before.get(node, ()):
                         x = readers[i].samples(run)

@@ -131,10 +131,11 @@ def live_weight(constants: Constants, read: Read) -> Tensor:
 
 class Run(fx.Interpreter):
     """The recorded run on one batch, node by node. A value lives until the last node that uses it
-    has run."""
+    has run. ``name``: of the setting that the batch is of, for messages."""
 
-    def __init__(self, module: fx.GraphModule, batch: Any) -> None:
+    def __init__(self, module: fx.GraphModule, batch: Any, name: str = "calibration") -> None:
         super().__init__(module)
+        self._setting = name
         args, kwargs = bind_inputs(batch)
         self.args_iter = _taken([*args, *kwargs.values()])
         first = next(iter(tree.tensors((args, kwargs))), None)
@@ -145,8 +146,8 @@ class Run(fx.Interpreter):
             self.env[node] = self.run_node(node) if result is None else result
         except Exception as error:  # whatever the model's own calls raise
             raise InputError(
-                f"calibration: a batch does not run as example_input does: {type(error).__name__}: "
-                f"{error}"
+                f"{self._setting}: a batch does not run as example_input does: "
+                f"{type(error).__name__}: {error}"
             ) from error
         for done in self.user_to_last_uses.get(node, []):
             del self.env[done]
