@@ -59,8 +59,9 @@ class Criterion:
             geometric mean of the layers' own means, ``"first"`` only looks at the first layer that
             makes the unit (or, where a criterion looks at readers, the first that reads it).
         normalize: what the scores of a group are divided by, for scopes in which groups compete:
-            their ``"mean"``, ``"max"`` or ``"sum"``; ``"size"``, the number of parameters that go
-            with a unit; ``"std"`` subtracts the mean and divides by the standard deviation.
+            their ``"mean"``, ``"max"`` or ``"sum"``; ``"size"``, the number of weights that go with
+            a unit, without biases and statistics; ``"std"`` subtracts the mean and divides by the
+            standard deviation.
     """
 
     without: ClassVar[tuple[str, ...]] = ()  # arguments that mean nothing here

@@ -88,7 +88,8 @@ class LAMP(Magnitude):
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class FPGM(Criterion):
     """Sum of the distances to the other units: those near the geometric median go first, for the
-    others can stand for them. Distances are Euclidean, over all slices that make the units.
+    others can stand for them. Distances are Euclidean, over all slices that make the units, those
+    of depthwise convolutions among them.
 
     He et al., "Filter Pruning via Geometric Median" (arXiv 1811.00250). It has no ``reduce``.
     """
