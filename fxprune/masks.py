@@ -312,8 +312,9 @@ def _scores_of(
 
 
 def _place(module: Any, name: str) -> tuple[nn.Module, str]:
-    own = [*check_module(module)._parameters, *module._buffers, *parametrizations(module)]
-    own = [key for key in own if getattr(module, key) is not None]
+    registered = {**check_module(module)._parameters, **module._buffers}
+    own = [key for key, tensor in registered.items() if tensor is not None]
+    own += parametrizations(module)
     if name not in own:
         raise SettingError(
             f"{type(module).__name__} has no parameter or buffer {name!r}; it has "

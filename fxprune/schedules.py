@@ -19,7 +19,7 @@ from .masking import methods
 from .masking.leftovers import made_plain, pruned_names, sparsified_names
 from .masking.plan_masks import keep_masks, put_masks
 from .masks import apply, global_unstructured, identity, places
-from .modules.given import Rising, check_flag, check_function, is_number, is_whole
+from .modules.given import Rising, check_flag, check_function, falls, is_number, is_whole
 from .modules.inspecting import dotted, shape_of
 from .modules.usable import check_model
 from .parametrized.mask import mask_of, masked_names
@@ -133,7 +133,7 @@ def shares(
         raise SettingError(f"schedule={schedule!r} is no name, function or sequence of sparsities")
     values = tuple(schedule)
     _check_fractions(values)
-    if any(later < before for before, later in pairwise(values)):
+    if any(falls(before, after) for before, after in pairwise(values)):
         raise SettingError(
             f"schedule={schedule!r} falls, and nothing that is gone comes back: give sparsities "
             "that rise, or stay"
@@ -290,7 +290,7 @@ class PlanScheduler:
     def plan(self) -> PruningPlan | None:
         """The :class:`PruningPlan` of what is masked; None where nothing is."""
         if self._plan is None and self._gone:  # resumed
-            self._plan = self._planned(self.schedule(self.steps))
+            self._plan = self._planned(_asked(self.schedule, self.steps))
         return self._plan
 
     @property

@@ -305,6 +305,7 @@ def test_masks_go_on_top_of_another_parametrization():
     *((lambda m, f=f: f(None), "NoneType, not a torch.nn.Module") for f in (
         masks.is_pruned, masks.sparsity, masks.from_torch_prune, masks.to_torch_prune,
         masks.to_semi_structured)),
+    (lambda m: masks.identity(nn.Linear(2, 2, bias=False), "bias"), "'bias'; it has weight$"),
     (lambda m: masks.global_unstructured([m], 0.5), "Linear is no pair"),
     (lambda m: masks.global_unstructured(m, 0.5), "are no pairs"),
     (lambda m: masks.global_unstructured([(m, "weight")], 0.5, importance_scores=m.weight), "maps"),

@@ -74,6 +74,16 @@ def test_a_schedule_that_falls_is_told_once(make):
     assert len([w for w in told if "before" in str(w.message)]) == 1
 
 
+def test_a_schedule_that_stays_but_for_rounding_falls_nowhere(recwarn):
+    scheduler = fxprune.Pruner(conv_net(), IMAGE, schedule=[0.1 + 0.2, 0.3])
+    assert scheduler.step() == scheduler.step()
+    scheduler = MaskScheduler(
+        [(nn.Linear(10, 10), "weight")], lambda step: 0.3 + 1e-16 * (3 - step)
+    )
+    assert scheduler.step() == scheduler.step()
+    assert not [w for w in recwarn if w.category is PruningWarning]
+
+
 @pytest.mark.parametrize("state", [
     {}, None, {"steps": -3}, {"steps": "x"}, {"masks": None}, {"gone": {"a": 3}},
     {"masks": {"x.weight": torch.ones(2)}}, {"masks": {"0.weight": torch.ones(2)}},

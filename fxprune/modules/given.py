@@ -47,6 +47,11 @@ def check_path(value: Any) -> None:
         raise FileError(f"path is a {type(value).__name__}, where the name of a file is needed")
 
 
+def falls(before: float, after: float) -> bool:
+    """Whether a schedule goes down there, by more than rounding."""
+    return after < before - 1e-9
+
+
 class Rising:
     """Tells, once, that a schedule has fallen: what is gone does not come back."""
 
@@ -54,7 +59,7 @@ class Rising:
         self._most, self._told = 0.0, False
 
     def see(self, step: int, wanted: float) -> None:
-        if wanted < self._most and not self._told:
+        if falls(self._most, wanted) and not self._told:
             self._told = True
             warn(
                 f"the schedule asks for a sparsity of {wanted:.3g} at step {step}, and for "
