@@ -8,6 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
@@ -111,6 +113,38 @@ def test_a_unit_of_infinite_score_never_goes(bins, covers, s, round_to):
         kept = groups[0].choice.keep(found[0], round_to)
         assert kept[[0, 1, 2, 4]].all()
         assert scope == "local" or round(found[1] * 8) >= round(16 * s) - 4 - 8 * (s == 0.9)
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.data())
+def test_every_kind_of_units_keeps_its_share(sizes, data):
+    kinds = np.repeat(np.arange(len(sizes)), sizes)
+    n = len(kinds)
+    scores = np.array(data.draw(st.permutations(range(n)), label="scores"), dtype=float)
+    s = data.draw(st.floats(0, 0.9), label="sparsity")
+    kept = Choice(np.arange(1, n + 1), scores, [], [], kinds=kinds).keep(s)
+    count = int(Choice(np.arange(1, n + 1), scores, [], []).keep(s).sum())
+    assert kept.sum() == count
+    for kind, size in enumerate(sizes):
+        own, left = scores[kinds == kind], kept[kinds == kind]
+        assert abs(left.sum() - size * count / n) < 1
+        assert not left.any() or left.all() or own[left].min() > own[~left].max()
+
+
+def test_parts_of_one_layer_that_others_read_lose_the_same_share():
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(5, 24), nn.Linear(16, 3), nn.Linear(8, 3)
+            with torch.no_grad():
+                self.a.weight[:16] *= 10
+
+        def forward(self, x):
+            first, second = self.a(x).split([16, 8], -1)
+            return self.b(torch.sigmoid(first)) + self.c(torch.sigmoid(second))
+
+    for scope in ("local", "global"):
+        plan, small = check(Parts(), torch.randn(2, 5, dtype=torch.float64), scope=scope)
+        assert (small.b.in_features, small.c.in_features) == (8, 4)
 
 
 def test_more_is_asked_for_than_can_go_and_every_group_keeps_its_least():

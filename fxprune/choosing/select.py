@@ -31,6 +31,8 @@ class Choice:
             there are none, each unit is a channel of one layer. Widths are rounded by it.
         carried: for each unit whether it stayed masked before, beside those that were kept: as many
             will, and count where widths are rounded.
+        kinds: a number for each unit. Units of one kind compete, and of each kind the same fraction
+            goes: what a head says is no measure for a slice of a state that the same layer makes.
     """
 
     units: np.ndarray
@@ -39,6 +41,7 @@ class Choice:
     covers: Sequence[np.ndarray]
     layers: Sequence[np.ndarray] = ()
     carried: np.ndarray | None = None
+    kinds: np.ndarray | None = None
 
     def keep(self, sparsity: float, round_to: int = 1) -> np.ndarray:
         """True for each unit that stays when the fraction ``sparsity`` of them goes; where every
@@ -132,6 +135,7 @@ class Choice:
         return _Part(
             members, self.units[members], self.scores[members], bins, own,
             self._carried[members], lambda: self._channels[:, members],
+            None if self.kinds is None else self.kinds[members],
         )  # fmt: skip
 
 
@@ -144,15 +148,18 @@ class _Part:
     covers: list[np.ndarray]  # positions among the units
     carried: np.ndarray
     count: Callable[[], np.ndarray]  # gives what :attr:`channels` is, where widths are rounded
+    kinds: np.ndarray | None = None
 
     def keep(self, sparsity: float, round_to: int) -> np.ndarray:
         partition = self._partition
         if partition is None:
             return self.search(sparsity, round_to)
         kept = np.zeros(len(self.units), dtype=bool)
-        best = np.argsort(-self.scores[partition], axis=1, kind="stable")
-        best = best[:, : self._row_count(partition, sparsity, round_to)]
-        kept[np.take_along_axis(partition, best, 1)] = True
+        count = self._row_count(partition, sparsity, round_to)
+        best = self._order(count) if len(partition) == 1 else None
+        if best is None:
+            best = np.argsort(-self.scores[partition], axis=1, kind="stable")
+        kept[np.take_along_axis(partition, best[:, :count], 1)] = True
         if self._covered(kept) and self._rounded(kept, round_to):
             return kept
         bins = self.bins or [self.units[None, :]]  # as many as asked for, some of every cover
@@ -166,6 +173,19 @@ class _Part:
         step = round_to // math.gcd(round_to, rows)
         share = keep_counts(length, sparsity, step) / length
         return np.ceil(share * len(self.units) - 1e-9).astype(np.int64)
+
+    def _order(self, count: int) -> np.ndarray | None:
+        """The units (1, n), those first of which ``count`` stay: the best of each kind, as many as
+        their share is. None where all are of one kind."""
+        if self.kinds is None or self.bins or (self.kinds == self.kinds[0]).all():
+            return None
+        _, kind, sizes = np.unique(self.kinds, return_inverse=True, return_counts=True)
+        least = np.bincount(kind, np.isposinf(self.scores)).astype(int)
+        order = np.lexsort((-self.scores, kind))  # one kind after the other, the best first
+        rank = np.empty(len(order), dtype=int)
+        rank[order] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        stays = rank < _shares(sizes, least, count)[kind]
+        return np.lexsort((-self.scores, ~stays))[None]
 
     def _row_counts(self, rows: np.ndarray, sparsity: np.ndarray, round_to: int) -> np.ndarray:
         """How many units stay in each of some rows, masked ones counted, at each of some
@@ -310,6 +330,17 @@ class _Part:
             if result.x is None or np.abs(result.x - result.x.round()).max() < _ROUNDING:
                 break
         return None if result.x is None else result.x[:n] > 0.5
+
+
+def _shares(sizes: np.ndarray, least: np.ndarray, count: int) -> np.ndarray:
+    """``count`` as whole numbers, as near to the same fraction of all ``sizes`` as these can be."""
+    exact = sizes * (count / sizes.sum())
+    found = np.maximum(np.floor(exact + 1e-9).astype(int), least)
+    missing = count - int(found.sum())
+    room = found < sizes if missing > 0 else found > least
+    by = np.where(room, np.sign(missing) * (exact - found), -np.inf)
+    found[np.argsort(-by, kind="stable")[: abs(missing)]] += np.sign(missing)
+    return found
 
 
 def _places(units: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:

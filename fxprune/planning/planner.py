@@ -304,7 +304,8 @@ class Planner:
     def _choice(self, group: groups.Group) -> Choice:
         layers = [self.relations.of(axis).reshape(-1) for axis in group.producers]
         scores, carried = self.scores[id(group)], self.carried.get(id(group))
-        return Choice(group.units, scores, group.bins, group.covers, layers, carried)
+        kinds = self.relations.kinds[group.units]
+        return Choice(group.units, scores, group.bins, group.covers, layers, carried, kinds)
 
     def _is_rounded(self) -> bool:
         """Whether widths are with the carriers; these are counted in the next round."""

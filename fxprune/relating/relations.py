@@ -92,6 +92,17 @@ class Relations:
         real = (left != FROZEN) & (right != FROZEN)
         return components_of(left[real], right[real], len(self.classes))
 
+    @cached_property
+    def kinds(self) -> np.ndarray:
+        """A number for each class: the same for those that have slices of the same parameter axes,
+        such as all heads of one attention, or all slices of one state."""
+        keys = np.random.default_rng(0).integers(1, 2**63, len(self.sources))
+        found = np.zeros(int(self.classes.max(initial=0)) + 1, dtype=np.int64)
+        for axis, key in zip(self.sources, keys, strict=True):
+            classes = self.of(axis).reshape(-1)
+            found[classes] = found[classes] ^ key
+        return found
+
     def quieten(self) -> None:
         """Let go of what was said: many numbers for each slice of each value."""
         self.said = None
