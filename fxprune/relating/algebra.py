@@ -199,7 +199,8 @@ class Algebra(Meanings):
         constant, border = self.meet_constants(
             call, operands, touched, dims, shape, function, together
         )
-        return Axis(dims, first.units, constant, border)
+        alike = all(axis.blank for axes in touched for axis in axes)
+        return Axis(dims, first.units, constant, border, blank=alike)
 
     def move(
         self,
