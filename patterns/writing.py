@@ -18,7 +18,7 @@ from fxprune.patterns.indexing import (
 )
 from fxprune.patterns.selecting import beside
 from fxprune.rules.call import Named
-from fxprune.rules.channels import Channels, remap
+from fxprune.rules.channels import Axis, Channels, remap
 from fxprune.rules.registry import register
 from fxprune.tracing.trace import set_item
 
@@ -67,10 +67,27 @@ def setitem(a, call):
     part = pick(a, call, x, index, shape)
     a.distinguish(part)
     if written is not None:
-        a.meet(call, [part, written], None, shape)
+        met = a.meet(call, [part, written], None, shape)
+        x = laid_together(x, met, per_dim(x, index))
     y = a.overlaid(x, of_value(value), by_numbers(x, index))
     some = [dim for _, dim, item in per_dim(x, index) if not is_full(item)]
     return y.told_apart(some if written is None else range(len(y.shape)))
+
+
+def laid_together(x, met, items):
+    """Where slices of ``x`` are alike along dimensions that what is written has one axis over, they
+    are its slices from then on."""
+    if any(dim is None or not isinstance(item, (int, slice)) for _, dim, item in items):
+        return x
+    left = [dim for _, dim, item in items if not isinstance(item, int)]
+    full = {dim for _, dim, item in items if is_full(item)}
+    for axis in met.axes:
+        dims = tuple(left[d] for d in axis.dims)
+        alike = {d for other in x.axes if other.blank for d in other.dims}
+        if len(dims) > 1 and alike & full >= set(dims):
+            others = [other for other in x.axes if set(dims).isdisjoint(other.dims)]
+            x = x.with_axes(sorted([*others, Axis(dims, axis.units)], key=lambda each: each.dims))
+    return x
 
 
 def of_value(value):

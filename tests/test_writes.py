@@ -255,3 +255,51 @@ def test_whatever_is_written_wherever(data):
     for bias in ("propagate", "drop"):
         plan = fxprune.plan(net, x, bias=bias, **how)
         assert difference(run(plan.mask(net), x), run(plan.apply(net), x)) < 1e-9
+
+
+HEADS = {
+    "whole": lambda y, b: written(torch.zeros(b, 4, 8), (slice(None),), y),
+    "all dimensions": lambda y, b: written(y.new_empty(b, 4, 8), (Ellipsis,), y),
+    "a step": lambda y, b: written(torch.zeros(3, b, 4, 8), (1,), y).sum(0),
+    "a longer cache": lambda y, b: written(torch.zeros(b + 2, 4, 8), (slice(b),), y)[:b],
+}
+
+
+def written(z, index, y):
+    z = z.to(y.dtype)
+    z[index] = y
+    return z
+
+
+@pytest.mark.parametrize("attention", ["heads", "head_dim"])
+@pytest.mark.parametrize("how", HEADS)
+def test_heads_that_are_written_into_a_filled_tensor_are_its_channels(how, attention):
+    def forward(s, x):
+        y = torch.sigmoid(s.a(x)).view(-1, 4, 8)
+        return s.b(HEADS[how](y, y.shape[0]).flatten(1))
+
+    net = Net(forward, a=nn.Linear(5, 32), b=nn.Linear(32, 3))
+    x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plan, small = check(net, x, attention=attention)
+    assert small.a.out_features == small.b.in_features == 16
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_state_of_every_head_that_begins_with_zeros_loses_heads(gated):
+    """A linear recurrence, as gated linear attention runs it step by step."""
+
+    def forward(s, x):
+        b = x.shape[0]
+        k, v, g = (layer(x).view(b, 4, 8) for layer in (s.k, s.v, s.g))
+        state = torch.zeros(b, 4, 8, 8, dtype=x.dtype)
+        for _ in range(2):
+            state = torch.sigmoid(g).unsqueeze(-1) * state if gated else state
+            state = state + k.unsqueeze(-1) * v.unsqueeze(-2)
+        return s.o(torch.einsum("bhk,bhkv->bhv", g, state).flatten(1))
+
+    net = Net(
+        forward, k=nn.Linear(5, 32), v=nn.Linear(5, 32), g=nn.Linear(5, 32), o=nn.Linear(32, 3)
+    )
+    x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plan, small = check(net, x)
+    assert small.k.out_features == small.v.out_features == small.o.in_features == 16

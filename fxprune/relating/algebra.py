@@ -226,7 +226,7 @@ class Algebra(Meanings):
                     self.freeze(one, f"one slice of it is read by itself in {call.name}", call)
                 continue
             units, constant = compact(units, axis.constant, old, dims)
-            axes.append(Axis(dims, units, constant, axis.border))
+            axes.append(Axis(dims, units, constant, axis.border, blank=axis.blank))
         return Channels(shape, self._disjoint(call, axes))
 
     def reindex(self, call: Call, x: Channels, dim: int, index: Tensor) -> Channels:
