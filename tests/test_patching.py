@@ -187,6 +187,13 @@ class Scale(Base):
         return self.head((h / h.shape[1] ** 0.5).flatten(1))
 
 
+class RestOfShape(Base):
+    def forward(self, x):
+        h = self.features(x)
+        y = torch.zeros((h.shape[0], 16, *h.shape[2:]), dtype=h.dtype) + h
+        return self.head(y.view(y.shape[0], 16, *y.shape[2:]).reshape(*y.shape[:1], 144))
+
+
 class ScaleInPlace(Base):
     def forward(self, x):
         h = self.features(x).flatten(1)
@@ -225,7 +232,7 @@ class Twice(Base):
 
 
 @pytest.mark.parametrize("kind", [
-    Positions, Slices, Parts, Lines, Scale, ScaleInPlace, Attends, AttendsWithAComment,
+    Positions, Slices, Parts, Lines, Scale, RestOfShape, ScaleInPlace, Attends, AttendsWithAComment,
     Twice])  # fmt: skip
 def test_sizes_are_found_however_they_are_written(kind):
     _, masked, small = pruned(kind())

@@ -162,12 +162,13 @@ class Method:
             unbound = self._global(node.func) is not None
             shift = recorded.op == "call_method" and not unbound
             named = {k.arg: k.value for k in node.keywords}
+            places = _one_by_one(node.args, len(recorded.args) - shift)
             if fault.instead is not None and name in named:
                 raise CannotPatch
             if name in named:
                 argument = named[name]
-            elif position - shift < len(node.args):
-                argument = node.args[position - shift]
+            elif position - shift < len(places):
+                argument = places[position - shift]
             else:
                 self._add(node, name, fault.needed)
                 return
@@ -215,9 +216,7 @@ class Method:
         target = recorded.target
         if (target if isinstance(target, str) else getattr(target, "__name__", "")) not in names:
             raise CannotPatch
-        if any(isinstance(a, ast.Starred) for a in node.args) or any(
-            k.arg is None for k in node.keywords
-        ):
+        if any(k.arg is None for k in node.keywords):
             raise CannotPatch
 
     def _rename(self, node: ast.Call, name: str) -> None:
@@ -236,12 +235,14 @@ class Method:
                 if old != new:
                     self._write(part, getattr(given, key), old, new, replay)  # type: ignore[arg-type]
             return
-        several = isinstance(needed, (tuple, list)) and isinstance(at, (ast.Tuple, ast.List))
-        if several and len(at.elts) == len(needed) == len(computed) == len(given):  # type: ignore[attr-defined]
-            for parts in zip(at.elts, given, computed, needed, strict=True):  # type: ignore[attr-defined]
-                if not same_sizes(parts[2], parts[3], parts[1]):
-                    self._write(*parts, replay)
-            return
+        several = isinstance(needed, (tuple, list)) and isinstance(given, (tuple, list))
+        if several and isinstance(at, (ast.Tuple, ast.List)):
+            places = _one_by_one(at.elts, len(given))
+            if len(places) == len(needed) == len(computed):
+                for parts in zip(places, given, computed, needed, strict=True):
+                    if not same_sizes(parts[2], parts[3], parts[1]):
+                        self._write(*parts, replay)
+                return
         needed = unless_open(computed, needed)
         if isinstance(at, ast.Starred) or not _can_be_written(needed):
             raise CannotPatch
@@ -295,6 +296,17 @@ class Method:
         for start, end in sorted(self._edits, reverse=True):
             text = text[:start] + self._edits[start, end].encode() + text[end:]
         return text.decode()
+
+
+def _one_by_one(expressions: list[ast.expr], count: int) -> list[ast.expr]:
+    """The expression of each of ``count`` values; of those that one with a star gives (``*rest``),
+    the star's."""
+    stars = [i for i, each in enumerate(expressions) if isinstance(each, ast.Starred)]
+    if not stars:
+        return expressions
+    first, behind = stars[0], expressions[stars[-1] + 1 :]
+    within = count - first - len(behind)
+    return [*expressions[:first], *[expressions[first]] * within, *behind]
 
 
 def takes_sizes(function: Any) -> bool:
