@@ -118,7 +118,7 @@ def test_code_that_does_something_else_in_training_is_not_written_anew(forward):
 
 
 def test_a_flag_for_a_helper_of_others_that_does_nothing_by_it_is_not_forgotten():
-    """No call that the graph of the run in eval mode has takes the flag."""
+    """Of the calls that the graph of the run in eval mode has, none takes the flag."""
     layers = pytest.importorskip("timm.layers")
 
     class Drops(nn.Module):

@@ -21,9 +21,14 @@ def may_read_mode(module: nn.Module) -> bool:
 
 def hands_mode_on(module: nn.Module) -> int | None:
     """In how many places code of a module calls others with ``training=`` its own flag; None where
-    it does something else by it, or says something else there."""
-    places = [_hands_on(code) for code in dict.fromkeys(codes_near(module))]
-    return None if None in places else sum(filter(None, places))
+    it does something else by it, or says something else there. A function of its own that hands it
+    on is no other."""
+    places = {code: _hands_on(code) for code in codes_near(module)}
+    if None in places.values():
+        return None
+    own = {code.co_name for code, count in places.items() if count}
+    passed = sum(len(own.intersection(code.co_names)) for code, count in places.items() if count)
+    return sum(filter(None, places.values())) - passed
 
 
 @lru_cache(maxsize=1024)
