@@ -305,8 +305,8 @@ def _one_by_one(expressions: list[ast.expr], count: int) -> list[ast.expr]:
     if not stars:
         return expressions
     first, behind = stars[0], expressions[stars[-1] + 1 :]
-    within = count - first - len(behind)
-    return [*expressions[:first], *[expressions[first]] * within, *behind]
+    given = count - first - len(behind)  # by stars
+    return [*expressions[:first], *[expressions[first]] * given, *behind]
 
 
 def takes_sizes(function: Any) -> bool:
