@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from .choosing.settings import by_name
 from .errors import PlanError, PruningError, SettingError
 from .importance import Slices, changed
 from .importance.named import check_lasting
@@ -275,6 +276,8 @@ class PlanScheduler:
         self.model, self.example_input, self.schedule = model, example_input, schedule
         # Masks put on in training move no constant: what is masked emits its biases from then on.
         self.settings = {**settings, "bias": settings.get("bias") or "propagate"}
+        for key in {"ignore", "min_width", "max_sparsity"} & self.settings.keys():
+            self.settings[key] = by_name(self.settings[key], model)
         self._importance = self.settings.pop("importance", "l2")
         check_lasting(self._importance)
         if self._importance == "reconstruction":

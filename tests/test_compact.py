@@ -191,7 +191,8 @@ def test_a_masked_model_of_a_plan_becomes_what_the_plan_would_make_of_it():
 def test_layers_that_are_ignored_stay():
     net = plain()
     kill(net[0], 1, 4)
-    assert compacted(net, ignore="0")[0].out_channels == 8
+    for ignored in ("0", net[0], [net[0]]):
+        assert compacted(net, ignore=ignored)[0].out_channels == 8
 
 
 def test_layers_inside_of_what_is_ignored_stay():

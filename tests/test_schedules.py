@@ -291,3 +291,14 @@ def test_what_a_plan_schedule_cannot_take_is_said():
         PlanScheduler(conv_net(), IMAGE, lambda step: 2.0).step()
     scheduler = PlanScheduler(conv_net(), IMAGE, linear(0.5, 4, after=2))
     assert scheduler.step() == 0.0 and scheduler.plan is None
+
+
+@pytest.mark.parametrize("settings", [
+    lambda layer: {"ignore": [layer]}, lambda layer: {"min_width": {layer: 1.0}}])  # fmt: skip
+def test_modules_are_named_by_themselves_though_each_step_plans_on_a_copy(settings):
+    net = conv_net()
+    name, layer = next((n, m) for n, m in net.named_modules() if isinstance(m, nn.Conv2d))
+    scheduler = PlanScheduler(net, IMAGE, lambda step: 0.5, **settings(layer))
+    scheduler.step()
+    group = next(g for g in scheduler.plan.groups if g.name == name)
+    assert not len(group.removed) and any(len(g.removed) for g in scheduler.plan.groups)

@@ -42,6 +42,20 @@ class Settings:
     rounding: str | None = None  # what "auto" has come to, and why
 
 
+def by_name(setting: Any, model: nn.Module) -> Any:
+    """A setting with the names of modules in the place of these: a copy of the model has others."""
+    names = {id(module): path for path, module in modules_of(model).items() if path}
+
+    def name(key: Any) -> Any:
+        return names.get(id(key), key) if isinstance(key, nn.Module) else key
+
+    if isinstance(setting, Mapping):
+        return {name(key): value for key, value in setting.items()}
+    if isinstance(setting, (list, tuple, set, frozenset)):
+        return [name(key) for key in setting]
+    return name(setting)
+
+
 def checked(given: Settings) -> Settings:
     """In one form: ``ignore`` and ``outputs`` as tuples, and a sparsity."""
     sparsity, target, ignore, outputs = given.sparsity, given.target, given.ignore, given.outputs

@@ -14,7 +14,7 @@ import numpy as np
 from torch import fx, nn
 
 from ..choosing.select import Choice
-from ..choosing.settings import Settings, checked
+from ..choosing.settings import Settings, by_name, checked
 from ..errors import ProofError
 from ..masking.leftovers import made_plain
 from ..modules.given import check_flag
@@ -61,6 +61,7 @@ def compact(
     check_model(model, example_input)
     check_flag("verify", verify)
     plain = made_plain(model)
+    ignore = by_name(ignore, model)
     plan = plan_compact(plain, example_input, ignore=ignore, patterns=patterns)
     small, _ = apply_with_journal(plan, plain, inplace=False, folds=plan._folds)
     if verify:
