@@ -1,4 +1,4 @@
-"""Random networks for the property tests, drawn by hypothesis."""
+"""Networks of tests: drawn by hypothesis for the property tests, and one with a check."""
 
 from __future__ import annotations
 
@@ -241,7 +241,10 @@ def settings_of_a_plan(draw):
 
 
 class Conditioned(nn.Module):
-    """A layer that the input leaves out, and code that only checks how long it is."""
+    """A layer that the input leaves out, and code that only checks how long it is.
+
+    It stands here and not in its test: pytest writes the assertions of test modules anew.
+    """
 
     def __init__(self, how):
         super().__init__()

@@ -310,9 +310,10 @@ def _one_by_one(expressions: list[ast.expr], count: int) -> list[ast.expr]:
 
 
 def takes_sizes(function: Any) -> bool:
-    """Whether arguments of a function of PyTorch's are sizes, where a number may be wrong."""
+    """Whether arguments of a function of PyTorch's are sizes, where a number may be wrong; those of
+    functions that rearrange dimensions are names of these."""
     pattern = for_function(function)
-    return pattern is not None and pattern.resize is not None and op_name(function) != "squeeze"
+    return pattern is not None and pattern.resize is not None and pattern.kind != "permute"
 
 
 def _same_code(a: CodeType, b: CodeType) -> bool:
