@@ -30,7 +30,7 @@ from .rules.pattern_types import Pattern, pattern
 from .rules.registry import register, unregister
 from .saving.loader import load
 from .saving.saver import save
-from .tracing.record import trace
+from .tracing.as_graph import trace
 from .training.compacting import compact
 from .training.pruner import Pruner
 

@@ -15,7 +15,7 @@ from .planning.make import plan
 from .proving.proof import prove
 from .rewriting.rewrite import apply_with_journal
 from .rules.pattern_types import Pattern
-from .tracing.record import trace
+from .tracing.as_graph import trace
 
 
 @on_cpu()

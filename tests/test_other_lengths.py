@@ -235,3 +235,55 @@ def test_code_that_goes_on_after_an_error_stays_whole():
     plan, masked, small = pruned(forward)
     assert small.a.out_features == 8
     assert "goes on after a call that failed" in dict(plan.skipped)["a"]
+
+
+TABLE = [1 / (i + 1) for i in range(30)]
+UNSEEN = {
+    "an index of a list": lambda s, x: s.b(s.halves(x).sum(1)) * TABLE[x.shape[1]],
+    "a flag before it": lambda s, x: s.b(s.halves(x).sum(1)) / (True + x.shape[1]),
+    "an enumeration before it": lambda s, x: s.b(s.halves(x).sum(1)) / (Times.EIGHT * x.shape[1]),
+    "a list as long": lambda s, x: s.b(s.halves(x).sum(1)) * len([0] * x.shape[1]),
+    "text": lambda s, x: s.b(s.halves(x).sum(1)) * float("%d" % x.shape[1]),  # noqa: UP031
+    "formatted text": lambda s, x: s.b(s.halves(x).sum(1)) * float(f"{x.shape[1]}"),
+    "an array of numpy's": lambda s, x: s.b(s.halves(x).sum(1)) * np.linspace(0, 1, x.shape[1])[1],
+    "a tensor": lambda s, x: s.b(s.halves(x).sum(1)) * torch.tensor(TABLE[x.shape[1]]),
+    "the batch": lambda s, x: s.b(s.halves(x).sum(1)) * TABLE[len(x)],
+}
+
+
+@pytest.mark.parametrize("source", ["patched", "from the graph"])
+@pytest.mark.parametrize("case", UNSEEN)
+def test_a_number_that_python_makes_of_a_length_unseen_is_right_or_refused(case, source):
+    def forward(self, x):
+        return UNSEEN[case](self, x)
+
+    plan, masked, small = pruned(forward, by_graph=source == "from the graph")
+    if source == "patched":
+        assert small.a.out_features == 4
+    elif small.a.out_features == 8:
+        assert "in a way that no recording sees: at other" in dict(plan.skipped)["a"]
+    for x in (sequences(2, 6), sequences(3, 4), sequences(1, 9)):
+        try:
+            found = run(small, x)
+        except fxprune.PruningError as error:
+            assert "this code was written from a run in which" in str(error)
+            assert case == "formatted text"
+        else:
+            assert difference(run(masked, x), found) < 1e-9
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+def test_a_graph_asks_for_the_lengths_that_a_number_is_made_of_unseen(case):
+    def forward(self, given):
+        return UNSEEN[case](self, given["x"])
+
+    methods = {"forward": forward, "halves": lambda self, x: torch.sigmoid(self.a(x))}
+    model = awake(type("Net", (Base,), methods)())
+    graph = fxprune.trace(model, ({"x": sequences(2, 6)},))
+    for x in (sequences(2, 6), sequences(3, 6), sequences(2, 9)):
+        counts = x.shape[0] if case == "the batch" else x.shape[1]
+        if counts in (2, 6):
+            assert difference(run(model, ({"x": x},)), run(graph, ({"x": x},))) < 1e-9
+        else:
+            with pytest.raises(fxprune.PruningError, match=rf"shape\[.\] was .; it is {counts}"):
+                run(graph, ({"x": x},))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Callable
 from fractions import Fraction
 from itertools import starmap
 from typing import Any
@@ -29,8 +28,11 @@ from ..replaying.replay import Replay
 from ..rules import sizes
 from ..rules.spec import TOLD
 from ..tracing.asking_again import number_in, parts_by_size
+from ..tracing.comparing import Differences
 from ..tracing.flags import depend_on_mode, may_read_mode, reads_mode_of_others
-from ..tracing.modes import Differences, differences
+from ..tracing.lengths import check_lengths
+from ..tracing.modes import differences
+from ..tracing.runs import OtherRuns
 from ..tracing.trace import CannotRewrite, ModuleCall, Trace, is_size
 from ..tracing.unrecorded import OWN_CONTEXT
 from .source_edits import sizes_in
@@ -41,12 +43,9 @@ def rewrite(
     index: int,
     faults: list[Fault],
     replay: Replay,
-    trained: Callable[[], Trace | None],
+    others: OtherRuns,
 ) -> Code:
     """New code for the module of call ``index``, whose own has faults.
-
-    Args:
-        trained: gives the trace of the model in training mode, None where it does not run so.
 
     Raises:
         CannotRewrite: with the reason.
@@ -57,7 +56,7 @@ def rewrite(
     stale += methods_with(cls, [fault.line for fault in faults])
     if sum(call.path == path for call in trace.calls) > 1:
         raise CannotRewrite(f"{path or 'the model'} runs more than once")
-    return Code.of(_Body(trace, index, faults, replay, trained).build(), tuple(stale))
+    return Code.of(_Body(trace, index, faults, replay, others).build(), tuple(stale))
 
 
 class _Body:
@@ -69,9 +68,9 @@ class _Body:
         index: int,
         faults: list[Fault],
         replay: Replay,
-        trained: Callable[[], Trace | None],
+        others: OtherRuns,
     ) -> None:
-        self.trained = trained
+        self.others = others
         self.modes: Differences = {}
         self.replay = replay
         self.trace = trace
@@ -150,7 +149,8 @@ class _Body:
                 self.replay.is_free(o.source, o.dim) for o in read
             ):
                 raise CannotRewrite(f"{self.name} goes by {question}, and inputs may have others")
-        self.modes = differences(self.trace, self.index, self.trained, self.name)
+        check_lengths(self.trace, self.index, self.others, self.name)
+        self.modes = differences(self.trace, self.index, self.others, self.name)
 
     def _placeholders(self) -> None:
         parameters = inspect.signature(self.module.forward).parameters

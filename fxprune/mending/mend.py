@@ -7,7 +7,7 @@ set, and where the code would do wrong even so, other code is written.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..relating.relations import Relations
 from ..replaying.faults import Fault
 from ..replaying.orders import Mismatch
 from ..replaying.replay import Replay
+from ..tracing.runs import OtherRuns
 from ..tracing.trace import CannotRewrite, Trace
 from .forwards import rewrite
 from .patching import patch
@@ -50,8 +51,7 @@ class Mending:
     trace: the recorded run.
     relations: of the first walk.
     kept: for each unit class, whether it stays.
-    trained: gives the trace of the model in training mode, for code that asks for the mode;
-        None where it does not run so.
+    others: further runs of the model, for what the trace does not tell of code.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Mending:
         trace: Trace,
         relations: Relations,
         kept: np.ndarray,
-        trained: Callable[[], Trace | None],
+        others: OtherRuns,
     ) -> None:
         self.trace = trace
         self.relations = relations
         self.kept = kept
-        self.trained = trained
+        self.others = others
         self.orders: dict[int, Tensor] = {}
         self.straighten: set[fx.Node] = set()
         self.attributes: dict[str, Any] = {}
@@ -158,12 +158,12 @@ class Mending:
             by_path.setdefault(self.trace.calls[fault.call].path, []).append(fault)
         for path, found in by_path.items():
             with contextlib.suppress(CannotPatch):
-                written[path] = patch(self.trace, path, found, replay, self.trained)
+                written[path] = patch(self.trace, path, found, replay, self.others)
         for index, faults in by_call.items():
             if self.trace.calls[index].path in written:
                 continue
             try:
-                code = rewrite(self.trace, index, faults, replay, self.trained)
+                code = rewrite(self.trace, index, faults, replay, self.others)
             except CannotRewrite as error:
                 raise self._unfit(faults[0], str(error)) from error
             written[self.trace.calls[index].path] = code

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..replaying.faults import Fault, WrongAnswer, WrongSize
 from ..replaying.replay import Replay
 from ..rules import sizes
 from ..tracing.flags import may_read_mode
+from ..tracing.runs import OtherRuns
 from ..tracing.trace import Trace
 from .source_edits import CannotPatch, Method, Site, parsed, takes_sizes
 
@@ -36,17 +37,14 @@ def patch(
     path: str,
     faults: Sequence[Fault],
     replay: Replay,
-    trained: Callable[[], Trace | None],
+    others: OtherRuns,
 ) -> Patched:
     """The methods of the module at ``path`` in which ``faults`` lie, with the right sizes.
-
-    Args:
-        trained: gives the trace of the model in training mode, None where it does not run so.
 
     Raises:
         CannotPatch
     """
-    return _Patching(trace, path, trained).patched(faults, replay)
+    return _Patching(trace, path, others).patched(faults, replay)
 
 
 def fits(cls: type, code: Patched) -> bool:
@@ -63,8 +61,8 @@ def fits(cls: type, code: Patched) -> bool:
 class _Patching:
     """Of one module."""
 
-    def __init__(self, trace: Trace, path: str, trained: Callable[[], Trace | None]) -> None:
-        self.trace, self.path, self.trained = trace, path, trained
+    def __init__(self, trace: Trace, path: str, others: OtherRuns) -> None:
+        self.trace, self.path, self.others = trace, path, others
         self.module = trace.modules[path]
         self.cls: Any = type(self.module)
         self.methods: dict[str, Method] = {}
@@ -173,7 +171,7 @@ class _Patching:
             if not untaken:
                 continue
             if in_training is None:
-                other = self.trained() if may_read_mode(self.module) else None
+                other = self.others.training if may_read_mode(self.module) else None
                 in_training = set() if other is None else self._made(other)
             there = method.nodes_at(in_training)
             aside = self._name_of(self.cls, function.__code__) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
 from typing import Any, Literal
 
 from torch import nn
@@ -26,7 +25,8 @@ from ..relating.unreached import beside_unreached
 from ..rules.pattern_types import Pattern
 from ..rules.registry import as_patterns, every, scope
 from ..tracing import fusions
-from ..tracing.record import record, record_training
+from ..tracing.record import record
+from ..tracing.runs import OtherRuns
 from .planner import Planner
 from .pruning_plan import PruningPlan
 
@@ -173,7 +173,7 @@ def make_plan(
     check_names(model, settings)
     settings = for_model(settings, model)
 
-    trained = cache(partial(record_training, model, example_input, settings.outputs))
+    others = OtherRuns(model, example_input, settings.outputs)
     registered = scope(*as_patterns(patterns), override=True)
     with registered, uncollected(), _naming_patterns(), parametrized(model):
         trace = record(model, example_input, settings.outputs)
@@ -181,13 +181,13 @@ def make_plan(
         found = fusions.find(trace)  # before the first walk: they give nodes another meaning
         drawn = settings.bias == "expected" and trace.calls_any("norm")
         telling = Telling(settings.bias == "drop", masked, drawn)
-        alone = InTrainingAlone(trace, trained)
+        alone = InTrainingAlone(trace, others)
         relations = discover(
             trace,
             telling=telling if heard else None,
             stays=lambda relations: [*alone(relations), *beside_unreached(trace, relations)],
         )
-        chooser = planner(trace, relations, settings, example_input, trained, found, telling)
+        chooser = planner(trace, relations, settings, example_input, others, found, telling)
         if settings.importance == "reconstruction" and batches is not None:
             chooser.reconstruction = Reconstruction(trace, relations, batches)
         if settings.target is not None:

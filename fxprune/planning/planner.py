@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
@@ -31,6 +31,7 @@ from ..relating.sayings import Telling
 from ..replaying import kept_indices as kept
 from ..rules.channels import SourceAxis
 from ..tracing import fusions
+from ..tracing.runs import OtherRuns
 from ..tracing.trace import Trace
 from .assembling import assemble
 from .pruning_plan import PruningPlan
@@ -47,8 +48,7 @@ class Planner:
 
     Args:
         example_input: that the trace was recorded with.
-        trained: gives the trace of the model in training mode, for code that asks for the mode;
-            None where it does not run so.
+        others: further runs of the model, for what the trace does not tell.
         telling: how dead units say what they say.
     """
 
@@ -61,13 +61,13 @@ class Planner:
         relations: Relations,
         settings: Settings,
         example_input: Any,
-        trained: Callable[[], Trace | None],
+        others: OtherRuns,
         found: list[fusions.Fusion],
         telling: Telling,
     ) -> None:
         self.telling = telling
         self.example_input = example_input
-        self.trained = trained
+        self.others = others
         self.fusions = found
         self.trace = trace
         self.relations = relations
@@ -257,7 +257,7 @@ class Planner:
         if not self._follow_constants():
             return None
         kept = ~self.removed | self.carriers
-        mending = Mending(self.trace, self.relations, kept, self.trained)
+        mending = Mending(self.trace, self.relations, kept, self.others)
         try:
             return mending.mend()
         except Unfit as unfit:

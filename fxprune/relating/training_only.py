@@ -6,7 +6,6 @@ pruned model could not be trained any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import fx, nn
 from ..modules.inspecting import named_tensors
 from ..modules.near import codes_of_forward, names_in
 from ..tracing.flags import hands_mode_on, may_read_mode
+from ..tracing.runs import OtherRuns
 from ..tracing.trace import Trace, uses_of
 from .discover import Stays, discover
 from .relations import Relations
@@ -27,13 +27,13 @@ class InTrainingAlone:
     may go otherwise.
 
     Args:
-        trained: gives the trace in training mode, which is asked for where tensors are left over
-            that the run in eval mode did without, and code that may read the mode; or where what
-            the model returns may go by it.
+        others: asked for the run in training mode where tensors are left over that the run in eval
+            mode did without, and code that may read the mode; or where what the model returns may
+            go by it.
     """
 
-    def __init__(self, trace: Trace, trained: Callable[[], Trace | None]) -> None:
-        self.trace, self.trained = trace, trained
+    def __init__(self, trace: Trace, others: OtherRuns) -> None:
+        self.trace, self.others = trace, others
 
     def __call__(self, relations: Relations) -> list[Stays]:
         own, there = self._found
@@ -48,7 +48,7 @@ class InTrainingAlone:
         trace, modules = self.trace, dict.fromkeys(self.trace.modules.values())
         left = _unused(trace) if any(map(may_read_mode, modules)) else set()
         returns = any(map(_goes_by_mode, _returning(trace)))
-        training = self.trained() if left or returns else None
+        training = self.others.training if left or returns else None
         # Some are used in neither mode: what they meet goes nowhere.
         own = set() if training is None else left & set(uses_of(training)) - _unused(training)
         if training is None or not (own or (returns and not _same_calls(trace, training))):

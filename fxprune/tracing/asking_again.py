@@ -7,7 +7,7 @@ Where sizes decide that, other sizes are an error.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import fx
@@ -38,10 +38,15 @@ def number_in(
     return number
 
 
-def checked(trace: Trace) -> fx.Graph:
-    """The graph of a trace, which asks again what the code has asked of sizes."""
+def checked(trace: Trace, lengths: Iterable[tuple[fx.Node, Any, int]] = ()) -> fx.Graph:
+    """The graph of a trace, which asks again what the code has asked of sizes.
+
+    Args:
+        lengths: of inputs that have to be as they were: an argument of the model, the keys of a
+            tensor in it, and the dimension.
+    """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    asked = {q.key: q for call in trace.calls for q in call.questions if _depends_on_input(q)}
+    asked = {q.key: q for call in trace.calls for q in call.questions if is_asked_again(q)}
     waiting = {key: {o.source for o in sizes.dimensions(q.operands)} for key, q in asked.items()}
 
     def attribute(name: str) -> fx.Node:
@@ -52,6 +57,12 @@ def checked(trace: Trace) -> fx.Graph:
 
     for node in trace.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
+        for keys, dim in ((keys, dim) for argument, keys, dim in lengths if argument is node):
+            tensor, spec = copies[node], node.meta["spec"]
+            for key in keys:
+                tensor, spec = graph.call_function(operator.getitem, (tensor, key)), spec[key]
+            text = f"{''.join([node.name, *(f'[{key!r}]' for key in keys)])}.shape[{dim}]"
+            expect(int, spec.shape[dim], text, graph.call_method("size", (tensor, dim)))
         for key in [key for key, sources in waiting.items() if sources <= copies.keys()]:
             del waiting[key]
             question, value = asked[key], copies.__getitem__
@@ -62,7 +73,7 @@ def checked(trace: Trace) -> fx.Graph:
     return graph
 
 
-def _depends_on_input(question: sizes.Question) -> bool:
+def is_asked_again(question: sizes.Question) -> bool:
     read = sizes.dimensions(question.operands)
     # Whether a batch is as large as another is what caches ask; what they keep is the same for it.
     of_caches = question.function in (operator.eq, operator.ne) and all(o.dim == 0 for o in read)

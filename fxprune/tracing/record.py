@@ -4,66 +4,20 @@ it does not run."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from ..errors import InputError, ModelError, PruningError
 from ..modules.running import LOCK, bind_inputs, describe, evaluating, uncollected, wanted
-from ..modules.usable import check_is_model
 from ..rules.registry import python_functions
 from . import caches
 from .asking import asking_literals, traced_attributes, traced_builtins
-from .asking_again import checked
-from .flags import depend_on_mode
 from .intercepting import autograd_functions, calls_of, told, uncompiled, variables
-from .modes import flags_of
 from .old_types import recorded_types
 from .recorder import Recorder
 from .trace import Trace
-
-
-def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
-    """Record one run of ``model`` as a runnable, printable :class:`torch.fx.GraphModule`.
-
-    The model runs once in eval mode without gradients, and is left as it was. Whatever Python the
-    model runs (conditions, loops, helpers) is followed as it happens; the graph holds what this
-    input made it do. Sizes that the model reads from its inputs stay expressions, so the graph
-    is right for other batch sizes, too; where sizes decided which way the code went (a loop over a
-    sequence, a condition), the graph raises if they would decide otherwise. Like the model it
-    shares tensors with, it can be told to train or to evaluate.
-
-    Args:
-        model: any module that runs.
-        example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
-
-    Raises:
-        InputError: the model does not run on ``example_input``; its own error is chained.
-    """
-    check_is_model(model)
-    with uncollected():
-        recorded = record(model, example_input)
-        for node in recorded.graph.nodes:
-            if "object" in node.meta:
-                raise ModelError(
-                    f"{type(model).__name__} takes a {node.meta['object']} with tensors in it, "
-                    "which a graph cannot read. Pass tensors, or do without a graph"
-                )
-        trained = cache(partial(record_training, model, example_input))
-        for node, flags in flags_of(recorded, trained).items():
-            for place, train in flags:
-                depend_on_mode(node, place, train)
-        return recorded.graph_module(checked(recorded))
-
-
-def record_training(model: nn.Module, example_input: Any, only: Any = None) -> Trace | None:
-    """A run in training mode; None where the model does not run so."""
-    try:
-        return record(model, example_input, only, training=True)
-    except InputError:
-        return None
 
 
 def record(
@@ -73,7 +27,7 @@ def record(
     *,
     training: bool = False,
 ) -> Trace:
-    """Run ``model`` once and record it. See :func:`trace`.
+    """Run ``model`` once and record it. See :func:`.as_graph.trace`.
 
     Args:
         only: names of the entries of its result that are its outputs; None for all.
