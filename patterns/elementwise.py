@@ -18,8 +18,7 @@ ACTIVATION_OPS = (
     "hardtanh", "logsigmoid", "threshold", "rrelu",
 )  # fmt: skip
 ARITHMETIC = (
-    "add", "sub", "floor_divide", "remainder", "fmod", "pow", "neg", "iadd", "isub", "radd",
-    "rsub", "rtruediv", "rdiv", "rpow", "floordiv",
+    "floor_divide", "remainder", "fmod", "pow", "neg", "rtruediv", "rdiv", "rpow", "floordiv",
     "maximum", "minimum", "fmax", "fmin", "abs", "exp", "expm1", "log",
     "log1p", "log2", "log10", "sqrt", "rsqrt", "square", "sin", "cos", "erf", "sign", "floor",
     "ceil", "round", "reciprocal", "clamp", "clip", "clamp_min", "clamp_max", "where",
@@ -35,6 +34,7 @@ SAME = (
 
 
 @register(*ARITHMETIC)
+@register("add", "sub", "iadd", "isub", "radd", "rsub", kind="add")
 @register("mul", "imul", "rmul", product=True)
 @register("div", "true_divide", "divide", "truediv", "itruediv", product="first")
 def elementwise(a, call):

@@ -153,6 +153,21 @@ def test_a_bias_does_not_count_in_whatever_form_it_is_written(dense):
     assert torch.allclose(group(plan, "w").importance, rows.square().mean(1).sqrt())
 
 
+def fused_sum(x, y):
+    """An addition of the user's own, as a kernel of another library is."""
+    return torch.from_numpy(x.detach().numpy() + y.detach().numpy())
+
+
+@pytest.mark.parametrize("kind", ["add", ""])
+def test_what_is_added_is_what_a_pattern_of_that_kind_adds(kind):
+    net = Biased(lambda x, w, b: fused_sum(x @ w.t(), b)).eval()
+    own = fxprune.pattern(fused_sum, rule=lambda a, call: a.elementwise(call), kind=kind)
+    rows = [net.w, net.last.weight.t()] if kind else [net.w, net.b[:, None], net.last.weight.t()]
+    plan = fxprune.plan(net, torch.randn(2, 4), patterns=[own])
+    wanted = torch.cat(rows, 1).detach().double().square().mean(1).sqrt()
+    assert torch.allclose(group(plan, "w").importance, wanted)
+
+
 @pytest.mark.parametrize("dense", [
     lambda x, w, b: (x @ w.t()) * (1 + b), lambda x, w, b: (x @ w.t() + b) * b,
 ])  # fmt: skip

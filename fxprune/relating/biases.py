@@ -8,12 +8,10 @@ from dataclasses import replace
 from torch import fx
 
 from ..rules.channels import SourceAxis
-from ..rules.ops import op_name
 from ..rules.spec import Spec
 from ..tracing.trace import Trace
 from .relations import Relations
 
-_ADDS = ("add", "iadd", "radd", "sub", "isub", "rsub")
 _CALLS = ("call_function", "call_method")
 _SEVERAL = (Spec, tuple, list)  # tensors; numbers such as sizes are none
 
@@ -37,14 +35,16 @@ def with_biases(trace: Trace, relations: Relations) -> Callable[[SourceAxis], So
 
     def found(axis: SourceAxis) -> SourceAxis:
         bare = axis.is_bare and axis.is_whole and axis.name in readers
-        if axis.first in relations.added or (bare and _only_added(readers[axis.name], alone)):
+        if axis.first in relations.added or (
+            bare and _only_added(trace, readers[axis.name], alone)
+        ):
             return replace(axis, role="shift")
         return axis
 
     return found
 
 
-def _only_added(nodes: Iterable[fx.Node], alone: Container[fx.Node]) -> bool:
+def _only_added(trace: Trace, nodes: Iterable[fx.Node], alone: Container[fx.Node]) -> bool:
     """Whether these are added wherever they meet what inputs have a part in."""
     waiting = list(nodes)
     while waiting:
@@ -52,6 +52,8 @@ def _only_added(nodes: Iterable[fx.Node], alone: Container[fx.Node]) -> bool:
         for user in (n for n in users if n.op == "output" or isinstance(n.meta["spec"], _SEVERAL)):
             if user in alone:
                 waiting.append(user)
-            elif user.op not in _CALLS or op_name(user.target) not in _ADDS:
+                continue
+            pattern = trace.pattern(user)
+            if pattern is None or pattern.kind != "add":
                 return False
     return True
