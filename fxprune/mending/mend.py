@@ -44,6 +44,7 @@ class Mended:
     replay: Replay
     attributes: dict[str, Any]
     code: dict[str, Code | Patched]
+    orders: dict[int, Tensor]  # of producers whose slices are not to stand as they stood
 
 
 class Mending:
@@ -83,7 +84,8 @@ class Mending:
             raise Unfit(
                 mismatch.units, mismatch.reason, mismatch.where, mismatch.line
             ) from mismatch
-        return Mended(replay, self.attributes, {} if whole else self._write_code(replay))
+        code = {} if whole else self._write_code(replay)
+        return Mended(replay, self.attributes, code, self.orders)
 
     def _replay(self, before: Replay | None = None) -> Replay:
         """The trace at the chosen widths, with channels in an order that fits: producers make them

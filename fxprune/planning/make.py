@@ -20,7 +20,7 @@ from ..modules.usable import check_model
 from ..parametrized.weight_norm import parametrized
 from ..relating.discover import discover
 from ..relating.sayings import Telling
-from ..relating.training_only import InTrainingAlone
+from ..relating.training_only import InTraining
 from ..relating.unreached import beside_unreached
 from ..rules.pattern_types import Pattern
 from ..rules.registry import as_patterns, every, scope
@@ -173,7 +173,6 @@ def make_plan(
     check_names(model, settings)
     settings = for_model(settings, model)
 
-    others = OtherRuns(model, example_input, settings.outputs)
     registered = scope(*as_patterns(patterns), override=True)
     with registered, uncollected(), _naming_patterns(), parametrized(model):
         trace = record(model, example_input, settings.outputs)
@@ -181,13 +180,13 @@ def make_plan(
         found = fusions.find(trace)  # before the first walk: they give nodes another meaning
         drawn = settings.bias == "expected" and trace.calls_any("norm")
         telling = Telling(settings.bias == "drop", masked, drawn)
-        alone = InTrainingAlone(trace, others)
+        training = InTraining(trace, OtherRuns(model, example_input, settings.outputs))
         relations = discover(
             trace,
             telling=telling if heard else None,
-            stays=lambda relations: [*alone(relations), *beside_unreached(trace, relations)],
+            stays=lambda relations: [*training(relations), *beside_unreached(trace, relations)],
         )
-        chooser = planner(trace, relations, settings, example_input, others, found, telling)
+        chooser = planner(trace, relations, settings, example_input, training, found, telling)
         if settings.importance == "reconstruction" and batches is not None:
             chooser.reconstruction = Reconstruction(trace, relations, batches)
         if settings.target is not None:

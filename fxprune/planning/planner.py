@@ -21,6 +21,7 @@ from ..choosing.scope import MOST, Contender, fractions, structure, work_of
 from ..choosing.select import Choice, keep_count
 from ..choosing.settings import Meaning, Settings, check_makers, matches
 from ..errors import SettingError
+from ..mending.in_training import check_in_training
 from ..mending.mend import Mended, Mending, Unfit
 from ..modules.inspecting import dotted
 from ..relating import groups
@@ -28,10 +29,10 @@ from ..relating.constants import Constants
 from ..relating.fold import Folds, folds
 from ..relating.relations import Relations
 from ..relating.sayings import Telling
+from ..relating.training_only import InTraining
 from ..replaying import kept_indices as kept
 from ..rules.channels import SourceAxis
 from ..tracing import fusions
-from ..tracing.runs import OtherRuns
 from ..tracing.trace import Trace
 from .assembling import assemble
 from .pruning_plan import PruningPlan
@@ -48,7 +49,7 @@ class Planner:
 
     Args:
         example_input: that the trace was recorded with.
-        others: further runs of the model, for what the trace does not tell.
+        training: what hangs together in training mode.
         telling: how dead units say what they say.
     """
 
@@ -61,13 +62,13 @@ class Planner:
         relations: Relations,
         settings: Settings,
         example_input: Any,
-        others: OtherRuns,
+        training: InTraining,
         found: list[fusions.Fusion],
         telling: Telling,
     ) -> None:
         self.telling = telling
         self.example_input = example_input
-        self.others = others
+        self.training = training
         self.fusions = found
         self.trace = trace
         self.relations = relations
@@ -257,9 +258,11 @@ class Planner:
         if not self._follow_constants():
             return None
         kept = ~self.removed | self.carriers
-        mending = Mending(self.trace, self.relations, kept, self.others)
+        mending = Mending(self.trace, self.relations, kept, self.training.others)
         try:
-            return mending.mend()
+            mended = mending.mend()
+            check_in_training(self.training, self.relations, kept, mended)
+            return mended
         except Unfit as unfit:
             classes = np.unique(self.relations.classes[unfit.units])
             self._freeze_classes(classes, unfit.reason, unfit.where, unfit.line)

@@ -111,7 +111,7 @@ def _explain(group: Group, relations: Relations) -> None:
             note = _note_of(_labels(group), relations)
             group.frozen, group.line = (note.reason, note.line) if note else (group.frozen, "")
     elif not len(group.units):
-        note = _note_for(_labels(group), relations)
+        note = note_for(_labels(group), relations)
         group.frozen = note.reason if note else "its channels cannot change"
         group.line = note.line if note else ""
     elif len(group.units) == 1:
@@ -122,7 +122,7 @@ def _labels(group: Group) -> np.ndarray:
     return np.concatenate([np.arange(a.first, a.first + a.size) for a in group.axes])
 
 
-def _note_for(labels: np.ndarray, relations: Relations) -> Note | None:
+def note_for(labels: np.ndarray, relations: Relations) -> Note | None:
     """What was said of slices, else of others that they hang together with."""
     found = _note_of(labels, relations)
     if found is None:

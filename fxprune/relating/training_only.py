@@ -1,11 +1,13 @@
-"""What only training mode uses: an auxiliary head, the noise of a noisy layer.
+"""What training mode does otherwise: an auxiliary head, the noise of a noisy layer, statistics that
+are gathered there, and whatever else code does then.
 
-Pruning follows a run in eval mode. What such tensors meet in training mode keeps its width, or the
-pruned model could not be trained any more.
+Pruning follows a run in eval mode. What such code does with channels in training mode has to hold,
+too, or the pruned model could not be trained any more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -14,44 +16,53 @@ from torch import fx, nn
 
 from ..modules.inspecting import named_tensors
 from ..modules.near import codes_of_forward, names_in
+from ..rules.channels import SourceAxis
+from ..tracing.comparing import differing
 from ..tracing.flags import hands_mode_on, may_read_mode
 from ..tracing.runs import OtherRuns
 from ..tracing.trace import Trace, uses_of
 from .discover import Stays, discover
+from .groups import note_for
 from .relations import Relations
-from .walk import IS_OUTPUT
+
+ALONE = "in training mode alone"
 
 
-class InTrainingAlone:
-    """Tells which slices have to stay for what only training mode uses or returns, of those that
-    may go otherwise.
+class InTraining:
+    """What hangs together in training mode; tells which slices have to stay for it.
 
     Args:
-        others: asked for the run in training mode where tensors are left over that the run in eval
-            mode did without, and code that may read the mode; or where what the model returns may
-            go by it.
+        others: asked for the run in training mode where code does more by the mode than to hand it
+            on; or where tensors are left over that the run in eval mode did without, and code may
+            read the mode.
     """
 
     def __init__(self, trace: Trace, others: OtherRuns) -> None:
-        self.trace, self.others = trace, others
+        self._trace, self.others = trace, others
 
     def __call__(self, relations: Relations) -> list[Stays]:
         own, there = self._found
         if there is None:
             return []
-        return [*_met(there, relations, own), *_returned(there, relations)]
+        return [*_met(there, relations, own), *_fixed(there, relations), *_joined(there, relations)]
+
+    @property
+    def relations(self) -> Relations | None:
+        """Of the run in training mode; None where it does nothing else, or does not run."""
+        return self._found[1]
 
     @cached_property
     def _found(self) -> tuple[set[str], Relations | None]:
         """Tensors that training mode alone uses, and what hangs together there, once for all walks;
         None where nobody is to be asked."""
-        trace, modules = self.trace, dict.fromkeys(self.trace.modules.values())
+        trace, modules = self._trace, dict.fromkeys(self._trace.modules.values())
         left = _unused(trace) if any(map(may_read_mode, modules)) else set()
-        returns = any(map(_goes_by_mode, _returning(trace)))
-        training = self.others.training if left or returns else None
+        training = self.others.training if left or any(map(_goes_by_mode, modules)) else None
+        if training is None:
+            return set(), None
         # Some are used in neither mode: what they meet goes nowhere.
-        own = set() if training is None else left & set(uses_of(training)) - _unused(training)
-        if training is None or not (own or (returns and not _same_calls(trace, training))):
+        own = left & set(uses_of(training)) - (_unused(training) & set(uses_of(trace)))
+        if not own and _same_calls(trace, training):
             return set(), None
         training.attention = trace.attention
         return own, discover(training)
@@ -65,32 +76,57 @@ def _met(there: Relations, relations: Relations, own: set[str]) -> list[Stays]:
     for source in there.sources:
         if source.name in own:
             owners |= dict.fromkeys(there.of(source).reshape(-1).tolist(), source.name)
-    owners[0] = "something"  # else that stays there
-    here = {s.key: relations.of(s).reshape(-1) for s in relations.sources}
+    owners.pop(0, None)
     found = []
-    for source in there.sources:
-        classes = there.of(source).reshape(-1)
-        if source.key in here:
-            met = np.flatnonzero(np.isin(classes, list(owners)) & (here[source.key] > 0))
-            if len(met):
-                reason = f"{owners[int(classes[met[0]])]} meets them, in training mode alone"
-                found.append(Stays(source.key, met, reason))
+    for source, here, classes in _shared(there, relations):
+        met = np.flatnonzero(np.isin(classes, list(owners)) & (here > 0))
+        if len(met):
+            reason = f"{owners[int(classes[met[0]])]} meets them, {ALONE}"
+            found.append(Stays(source.key, met, reason))
     return found
 
 
-def _returned(there: Relations, relations: Relations) -> list[Stays]:
-    """What the model returns in training mode, be it more than in eval mode."""
-    outputs = [note.units.numpy() for note in there.frozen if note.reason == IS_OUTPUT]
-    is_output = np.zeros(len(there.classes), dtype=bool)
-    is_output[np.concatenate([np.zeros(0, dtype=int), *outputs])] = True
-    here = {s.key: relations.of(s).reshape(-1) for s in relations.sources}
+def _fixed(there: Relations, relations: Relations) -> list[Stays]:
+    """What stays in training mode, and might go otherwise: the model returns it then."""
     found = []
-    for source in there.sources:
-        own = is_output[source.first : source.first + source.size]
-        slices = np.flatnonzero(own & (here[source.key] > 0 if source.key in here else False))
+    for source, here, classes in _shared(there, relations):
+        slices = np.flatnonzero((classes == 0) & (here > 0))
         if len(slices):
-            found.append(Stays(source.key, slices, f"{IS_OUTPUT}, in training mode alone"))
+            note = note_for(source.first + slices, there)
+            reason = note.reason if note else "its channels cannot change"
+            found.append(Stays(source.key, slices, f"{reason}, {ALONE}"))
     return found
+
+
+def _joined(there: Relations, relations: Relations) -> list[Stays]:
+    """What hangs together in training mode, and nowhere else."""
+    shared = list(_shared(there, relations))
+    if not shared:
+        return []
+    here, classes = (np.concatenate([each[i] for each in shared]) for i in (1, 2))
+    pairs = np.unique(np.stack([classes, here])[:, (classes > 0) & (here > 0)], axis=1)
+    several, counts = np.unique(pairs[0], return_counts=True)
+    apart = several[counts > 1]
+    found = []
+    for source, mine, theirs in shared:
+        slices = np.flatnonzero(np.isin(theirs, apart) & (mine > 0))
+        if len(slices):
+            found.append(Stays(source.key, slices, f"they meet other channels, {ALONE}"))
+    return found
+
+
+def both(here: Relations, there: Relations) -> Iterator[tuple[SourceAxis, SourceAxis]]:
+    """Axes that both modes read: each as one has it, and as the other does."""
+    mine = {source.key: source for source in here.sources}
+    return ((mine[axis.key], axis) for axis in there.sources if axis.key in mine)
+
+
+def _shared(
+    there: Relations, relations: Relations
+) -> Iterator[tuple[SourceAxis, np.ndarray, np.ndarray]]:
+    """Axes of training mode, with the classes of their slices in eval mode and there."""
+    for mine, axis in both(relations, there):
+        yield axis, relations.of(mine).reshape(-1), there.of(axis).reshape(-1)
 
 
 def _goes_by_mode(module: nn.Module) -> bool:
@@ -99,26 +135,15 @@ def _goes_by_mode(module: nn.Module) -> bool:
     return named and hands_mode_on(module) is None
 
 
-def _returning(trace: Trace) -> list[nn.Module]:
-    """The model, and those of its modules whose results are among what it returns."""
-    output = next(node for node in trace.graph.nodes if node.op == "output")
-    returned = set(output.all_input_nodes)
-    found = [trace.model]
-    for call in trace.calls:
-        results: list[fx.Node] = []
-        fx.node.map_arg(call.output, results.append)
-        if not returned.isdisjoint(results):
-            found.append(trace.modules[call.path])
-    return found
-
-
 def _same_calls(a: Trace, b: Trace) -> bool:
-    """Whether two runs made the same calls of the same values."""
-
-    def told(node: fx.Node) -> tuple[str, ...]:
-        return node.op, node.name, str(node.target), str(node.args), str(node.kwargs)
-
-    return list(map(told, a.graph.nodes)) == list(map(told, b.graph.nodes))
+    """Whether two runs made the same calls of the same results, be it with other flags and shares
+    (of what is dropped)."""
+    mine, theirs = list(a.graph.nodes), list(b.graph.nodes)
+    if [(n.op, n.target) for n in mine] != [(n.op, n.target) for n in theirs]:
+        return False
+    found = differing(dict(zip(mine, theirs, strict=True)))
+    values = [value for each in (found or {}).values() for _, value in each]
+    return found is not None and all(isinstance(value, (bool, float)) for value in values)
 
 
 def _live(trace: Trace) -> set[fx.Node]:

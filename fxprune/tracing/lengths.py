@@ -27,7 +27,7 @@ def check_lengths(trace: Trace, index: int, others: OtherRuns, name: str) -> Non
     Raises:
         CannotRewrite
     """
-    for other in others.lengths:
+    for other in others.lengths if trace.reads_sizes else ():
         there = [i for i, c in enumerate(other.calls) if c.path == trace.calls[index].path]
         if there and _of_code(other, there[0]) != _of_code(trace, index):
             continue  # new code asks that again, and says that it goes another way
@@ -43,7 +43,7 @@ def check_lengths(trace: Trace, index: int, others: OtherRuns, name: str) -> Non
 def lengths_that_count(trace: Trace, others: OtherRuns) -> Iterator[tuple[fx.Node, Any, int]]:
     """Lengths of inputs that the graph of a trace is right for alone: an argument of the model, the
     keys of a tensor in it, and the dimension."""
-    if any(call.reads_data for call in trace.calls):
+    if not trace.reads_sizes or any(call.reads_data for call in trace.calls):
         return  # another way of the code may be one of other data
     for other in others.lengths:
         if _of_graph(other) == _of_graph(trace) and _differ(trace, other):

@@ -69,6 +69,7 @@ class Nodes:
                 self._parameters.setdefault(_memory(p), []).append((p, p.data))
         self.written: set[str] = set()  # those that it writes to
         self.given_data: set[int] = set()  # ids of those whose data it sets
+        self.reads_sizes = False  # of what is no parameter: inputs may have others
         self.constants: dict[str, Any] = {}
         self.kept_whole: list[tuple[fx.Node, str, str]] = []
         self._way = ""  # of an argument: handed from module to module, returned by the model

@@ -106,4 +106,5 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
         nodes.named,
         nodes.kept_whole,
         nodes.written,
+        nodes.reads_sizes,
     )

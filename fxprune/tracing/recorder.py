@@ -238,7 +238,7 @@ class Recorder(TorchFunctionMode):
             self.nodes.given_data.add(id(args[0]))
         if name in ("numel", "nelement"):
             x = args[0] if args else kwargs["input"]
-            return sizes.traced_size(self.nodes.tensor(x), x.shape).numel()
+            return sizes.traced_size(self._sized(x), x.shape).numel()
         if name == "item" and self.nodes.number(args[0]) is not args[0]:
             return self.nodes.number(args[0])
         if name in READ_PAST_SIZES:
@@ -274,9 +274,16 @@ class Recorder(TorchFunctionMode):
             if held is not None and all(type(place) is int for place in places):
                 self.nodes.holds(value, reduce(operator.getitem, places, held))
 
+    def _sized(self, x: torch.Tensor) -> fx.Node:
+        """The node of a tensor whose size the code reads."""
+        node = self.nodes.tensor(x)
+        if node.op != "get_attr":
+            self.nodes.reads_sizes = True
+        return node
+
     def _read_size(self, func: Any, args: Any, kwargs: Any) -> Any:
         value = func(*args, **kwargs)
-        node = self.nodes.tensor(args[0])
+        node = self._sized(args[0])
         if isinstance(value, torch.Size):
             frame = frame_of_model()
             return sizes.traced_size(node, value, frame and frame.f_code)
@@ -287,7 +294,7 @@ class Recorder(TorchFunctionMode):
         """``len(x)``, which Python makes a plain number."""
         value = func(*args)
         if self.nodes.running:
-            size = sizes.traced(value, sizes.Dimension(self.nodes.tensor(args[0]), 0))
+            size = sizes.traced(value, sizes.Dimension(self._sized(args[0]), 0))
             question = sizes.Question(int, (size,), value, where())
             self.calls[self.nodes.running[-1]].questions.append(question)
         return value

@@ -65,6 +65,7 @@ class Trace:
     # Parameters that the run writes to (weight.data.mul_(mask)): they are cut, but what they hold
     # is the model's affair.
     written: set[str] = field(default_factory=set)
+    reads_sizes: bool = False  # whether code read one of a tensor that inputs have a part in
     attention: str = "heads"  # how it is cut: whole heads, or slices of each ("head_dim")
     # Tensors of leaf modules as values of the algebra, as far as they have been asked for.
     members: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)

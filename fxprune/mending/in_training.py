@@ -1,0 +1,52 @@
+"""What the model's own code would do wrongly in training mode alone, at the widths of eval mode."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..relating.relations import Relations
+from ..relating.training_only import ALONE, InTraining, both
+from ..replaying.orders import Mismatch
+from ..replaying.replay import Replay
+from .mend import Mended, Unfit
+
+
+def check_in_training(
+    training: InTraining, relations: Relations, kept: np.ndarray, mended: Mended
+) -> None:
+    """That code which is to stay as it is runs in training mode, too.
+
+    New code needs no look: it is written only where training mode makes the same calls, or others
+    that take no sizes.
+
+    Args:
+        kept: for each unit class of ``relations``, whether it stays.
+
+    Raises:
+        Unfit: it does not.
+    """
+    there, trace = training.relations, training.others.training
+    if there is None or trace is None:
+        return
+    stays = np.ones(int(there.classes.max(initial=0)) + 1, dtype=bool)
+    labels = np.full(len(there.classes), -1)  # of eval mode, by those of training mode
+    orders = {}
+    for mine, theirs in both(relations, there):
+        slices = np.arange(theirs.size)
+        labels[theirs.first + slices] = mine.first + slices
+        stays[there.of(theirs).reshape(-1)[~kept[relations.of(mine).reshape(-1)]]] = False
+        if mine.first in mended.orders:
+            orders[theirs.first] = mended.orders[mine.first]
+
+    def unfit(units: np.ndarray, reason: str, where: str, line: str) -> Unfit:
+        found = labels[np.isin(there.classes, there.classes[units])]
+        return Unfit(found[found >= 0], f"{reason}, {ALONE}", where, line)
+
+    replay = Replay(trace, there, stays, mended.attributes, orders)
+    try:
+        replay.run()
+    except Mismatch as error:
+        raise unfit(error.units, error.reason, error.where, error.line) from error
+    for fault in replay.faults():
+        if trace.calls[fault.call].path not in mended.code:
+            raise unfit(fault.units, fault.words, fault.line.rpartition("/")[2], fault.line)

@@ -1,0 +1,132 @@
+"""What code does in training mode alone: the pruned model does it, too, and can be trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxprune
+
+from .oracle import awake, check
+
+
+def images(n=3):
+    return torch.randn(n, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
+
+
+class Net(nn.Module):
+    """Two convolutions; what stands between them in training mode alone is a test's."""
+
+    width = 8
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.b, self.c = nn.Conv2d(8, 6, 3), nn.Linear(6, 4)
+        self.size = 8
+        self.register_buffer("mean", torch.zeros(8))
+        self.extra = nn.Parameter(torch.randn(8, 5))
+
+    def forward(self, x):
+        h = self.norm(self.a(x)).sigmoid()
+        if self.training:
+            h = self.more(h)
+        return self.c(self.b(h).mean((2, 3)))
+
+
+def averaged(net, h):
+    net.mean.mul_(0.9).add_(h.detach().mean((0, 2, 3)), alpha=0.1)
+    return h
+
+
+def penalty(net, h):
+    w = net.a.weight.flatten(1)
+    net.loss = (w @ w.t() - torch.eye(8, dtype=w.dtype)).square().sum()
+    return h
+
+
+def one_is_dropped(net, h):
+    h = h.clone()
+    h[:, 7] = 0
+    return h
+
+
+MORE = {
+    "a literal": lambda net, h: h * torch.full((1, 8, 1, 1), 0.9, dtype=h.dtype),
+    "an attribute": lambda net, h: h * torch.full((1, net.size, 1, 1), 0.9, dtype=h.dtype),
+    "an attribute of the class": lambda net, h: h.view(len(h), net.width, -1).view(h.shape),
+    "halves change places": lambda net, h: h.view(-1, 2, 4, 6, 6).flip(1).reshape(h.shape),
+    "a running mean": averaged,
+    "a penalty": penalty,
+    "a channel": one_is_dropped,
+    "another parameter": lambda net, h: h + (h.mean((2, 3)) @ net.extra).sum(),
+}
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_what_training_mode_does_with_channels_holds_at_the_new_widths(case):
+    net = awake(type("Trained", (Net,), {"more": MORE[case]})())
+    plan, small = check(net, images())
+    assert small.a.out_channels == 8
+    assert "in training mode alone" in dict(plan.skipped)["a"]
+    assert small.b.out_channels == 3
+    small.train()(images()).sum().backward()
+
+
+def test_channels_that_meet_in_training_mode_alone_stay():
+    def more(self, h):
+        return h * (self.a.weight[:6].mean((1, 2, 3)) * self.b.weight.mean((1, 2, 3))).sum()
+
+    plan, small = check(awake(type("Trained", (Net,), {"more": more})()), images())
+    assert small.a.out_channels >= 6 and small.b.out_channels == 6
+    assert dict(plan.skipped)["b"] == "they meet other channels, in training mode alone"
+    small.train()(images()).sum().backward()
+
+
+def mixed(net, h):
+    return h * 0.5 + h.roll(1, 0) * 0.5
+
+
+def noise(net, h):
+    return h + torch.randn_like(h) * h.std((0, 2, 3), keepdim=True)
+
+
+def whole_channels_are_dropped(net, h):
+    return h * torch.bernoulli(torch.full(h.shape[:2], 0.5, dtype=h.dtype))[..., None, None]
+
+
+def weights_are_dropped(net, h):
+    return F.conv2d(h, F.dropout(net.b.weight, 0.5), padding=1).mean() + h
+
+
+@pytest.mark.parametrize("more", [mixed, noise, whole_channels_are_dropped, weights_are_dropped])
+def test_what_training_mode_does_with_any_width_keeps_nothing(more):
+    net = awake(type("Trained", (Net,), {"more": more})())
+    _, small = check(net, images())
+    assert (small.a.out_channels, small.b.out_channels) == (4, 3)
+    small.train()(images()).sum().backward()
+
+
+def test_where_one_line_serves_both_modes_what_is_set_for_one_is_right_for_the_other():
+    def forward(self, x):
+        h = self.norm(self.a(x)).sigmoid().view(len(x), self.size, 6, 6)
+        if self.training:
+            h = h + torch.zeros(1, self.size, 1, 1, dtype=h.dtype)
+        return self.c(self.b(h).mean((2, 3)))
+
+    plan, small = check(awake(type("Trained", (Net,), {"forward": forward})()), images())
+    assert small.a.out_channels == small.size == 4 and not plan.code
+    small.train()(images()).sum().backward()
+
+
+def test_another_share_to_drop_in_training_mode_is_no_other_code():
+    def forward(self, x):
+        h = F.dropout(self.a(x).sigmoid(), 0.5 if self.training else 0.0)
+        return self.c(self.b(h).mean((2, 3)))
+
+    net = awake(type("Trained", (Net,), {"forward": forward})())
+    plan = fxprune.plan(net, images())
+    assert "training mode" not in str(plan.skipped)
+    plan.apply(net).train()(images()).sum().backward()
