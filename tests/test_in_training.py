@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import fxprune
 
 from .oracle import awake, check
+from .test_constructs import ShuffleDown, ShuffleUnit
 
 
 def images(n=3):
@@ -130,3 +131,36 @@ def test_another_share_to_drop_in_training_mode_is_no_other_code():
     plan = fxprune.plan(net, images())
     assert "training mode" not in str(plan.skipped)
     plan.apply(net).train()(images()).sum().backward()
+
+
+def test_channels_that_new_code_puts_in_order_are_in_order_in_training_mode():
+    class Shuffled(nn.Sequential):
+        def forward(self, x):
+            h = super().forward(x)
+            return h * h.mean((2, 3), keepdim=True) if self.training else h
+
+    body = Shuffled(ShuffleDown(3, 12), *[ShuffleUnit(12) for _ in range(3)])
+    plan, small = check(nn.Sequential(body, nn.Conv2d(12, 4, 1)), images())
+    assert small[1].in_channels == 6 and any("take" in code.source for code in plan.code.values())
+    small.train()(images()).sum().backward()
+
+
+def shifted(h):
+    """What PyTorch does not know: each channel moves on by one."""
+    return torch.from_numpy(h.detach().numpy().take(range(1, h.shape[1] + 1), 1, mode="wrap"))
+
+
+def test_a_run_of_nodes_means_in_training_mode_what_it_means_in_eval_mode():
+    def forward(self, x):
+        h = shifted(self.a(x)).sigmoid()
+        h = h + 0 if self.training else h
+        return self.c(self.b(h).mean((2, 3)))
+
+    def rule(a, call):
+        x = call.channels()
+        return a.reindex(call, x, 1, torch.arange(1, x.shape[1] + 1) % x.shape[1])
+
+    run = fxprune.pattern(("conv", shifted, "act"), steps={1: rule})
+    net = awake(type("Trained", (Net,), {"forward": forward})())
+    plan = fxprune.plan(net, images(), patterns=[run])
+    assert "training mode" not in str(plan.skipped) and plan.apply(net).a.out_channels == 4

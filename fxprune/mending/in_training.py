@@ -38,11 +38,14 @@ def check_in_training(
         if mine.first in mended.orders:
             orders[theirs.first] = mended.orders[mine.first]
 
+    lines = {node.meta.get("where") for node in mended.straighten} - {None, ""}
+    straighten = [node for node in trace.graph.nodes if node.meta.get("where") in lines]
+
     def unfit(units: np.ndarray, reason: str, where: str, line: str) -> Unfit:
         found = labels[np.isin(there.classes, there.classes[units])]
         return Unfit(found[found >= 0], f"{reason}, {ALONE}", where, line)
 
-    replay = Replay(trace, there, stays, mended.attributes, orders)
+    replay = Replay(trace, there, stays, mended.attributes, orders, straighten)
     try:
         replay.run()
     except Mismatch as error:

@@ -45,6 +45,7 @@ class Mended:
     attributes: dict[str, Any]
     code: dict[str, Code | Patched]
     orders: dict[int, Tensor]  # of producers whose slices are not to stand as they stood
+    straighten: set[fx.Node]  # calls of new code whose results are put in order
 
 
 class Mending:
@@ -85,7 +86,7 @@ class Mending:
                 mismatch.units, mismatch.reason, mismatch.where, mismatch.line
             ) from mismatch
         code = {} if whole else self._write_code(replay)
-        return Mended(replay, self.attributes, code, self.orders)
+        return Mended(replay, self.attributes, code, self.orders, self.straighten)
 
     def _replay(self, before: Replay | None = None) -> Replay:
         """The trace at the chosen widths, with channels in an order that fits: producers make them

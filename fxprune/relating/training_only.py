@@ -17,6 +17,7 @@ from torch import fx, nn
 from ..modules.inspecting import named_tensors
 from ..modules.near import codes_of_forward, names_in
 from ..rules.channels import SourceAxis
+from ..tracing import fusions
 from ..tracing.comparing import differing
 from ..tracing.flags import hands_mode_on, may_read_mode
 from ..tracing.runs import OtherRuns
@@ -65,6 +66,7 @@ class InTraining:
         if not own and _same_calls(trace, training):
             return set(), None
         training.attention = trace.attention
+        fusions.find(training)
         return own, discover(training)
 
 
