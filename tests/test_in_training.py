@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import fxprune
+from fxprune.tracing.flags import chooses_numbers, hands_mode_on
 
 from .oracle import awake, check
 from .test_constructs import ShuffleDown, ShuffleUnit
@@ -164,3 +167,65 @@ def test_a_run_of_nodes_means_in_training_mode_what_it_means_in_eval_mode():
     net = awake(type("Trained", (Net,), {"forward": forward})())
     plan = fxprune.plan(net, images(), patterns=[run])
     assert "training mode" not in str(plan.skipped) and plan.apply(net).a.out_channels == 4
+
+
+def handed_on(self, x):
+    return F.dropout(self.a(x), self.p, training=self.training)
+
+
+def chosen(self, x):
+    return F.dropout(self.a(x), self.p if self.training else 0.0)
+
+
+def chosen_the_other_way(self, x):
+    return F.dropout(self.a(x), p=0.0 if not self.training else self.config.p, training=True)
+
+
+def tensors_chosen(self, x):
+    return self.a(x) * (self.scale if self.training else 1.0)
+
+
+def branches(self, x):
+    return self.a(x) * 2 if self.training else self.a(x)
+
+
+def both_asked(self, x):
+    return F.dropout(self.a(x), self.p if self.training and self.p else 0.0)
+
+
+def chosen_and_branches(self, x):
+    x = x * 2 if self.training else x
+    return chosen(self, x)
+
+
+@pytest.mark.parametrize(("forward", "alone"), [
+    (handed_on, True), (chosen, True), (chosen_the_other_way, True), (tensors_chosen, False),
+    (branches, False), (both_asked, False), (chosen_and_branches, False),
+])  # fmt: skip
+def test_code_that_only_chooses_numbers_by_the_mode_is_told_from_its_own_code(forward, alone):
+    class Layer(nn.Module):
+        p = 0.5
+
+        def __init__(self):
+            super().__init__()
+            self.a, self.scale = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+            self.config = types.SimpleNamespace(p=0.5)
+
+    Layer.forward = forward
+    layer = Layer()
+    assert (hands_mode_on(layer) is not None or chooses_numbers(layer)) == alone
+
+
+def test_a_model_that_does_the_same_in_training_mode_is_not_run_there(monkeypatch):
+    class Dropping(nn.Sequential):
+        p = 0.5
+
+        def forward(self, x):
+            return F.dropout(super().forward(x), self.p if self.training else 0.0)
+
+    def runs(*_, **named):
+        raise AssertionError(named)
+
+    net = nn.Sequential(Dropping(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), nn.Conv2d(8, 5, 3))
+    monkeypatch.setattr("fxprune.tracing.runs.record", runs)
+    assert fxprune.plan(awake(net), images()).apply(net)[1].in_channels == 4

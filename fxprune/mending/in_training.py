@@ -25,7 +25,8 @@ def check_in_training(
     Raises:
         Unfit: it does not.
     """
-    there, trace = training.relations, training.others.training
+    there = training.relations
+    trace = None if there is None else training.others.training
     if there is None or trace is None:
         return
     stays = np.ones(int(there.classes.max(initial=0)) + 1, dtype=bool)

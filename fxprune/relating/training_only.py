@@ -15,11 +15,11 @@ import numpy as np
 from torch import fx, nn
 
 from ..modules.inspecting import named_tensors
-from ..modules.near import codes_of_forward, names_in
+from ..modules.near import codes_of_forward, names_in, package_of
 from ..rules.channels import SourceAxis
 from ..tracing import fusions
 from ..tracing.comparing import differing
-from ..tracing.flags import hands_mode_on, may_read_mode
+from ..tracing.flags import chooses_numbers, hands_mode_on, may_read_mode
 from ..tracing.runs import OtherRuns
 from ..tracing.trace import Trace, uses_of
 from .discover import Stays, discover
@@ -132,9 +132,11 @@ def _shared(
 
 
 def _goes_by_mode(module: nn.Module) -> bool:
-    """Whether what a module's own forward returns may go by its mode."""
+    """Whether a module's own forward may make other calls by its mode."""
+    if package_of(type(module)) == "torch":
+        return False
     named = any("training" in names_in(code) for code in codes_of_forward(type(module)))
-    return named and hands_mode_on(module) is None
+    return named and hands_mode_on(module) is None and not chooses_numbers(module)
 
 
 def _same_calls(a: Trace, b: Trace) -> bool:

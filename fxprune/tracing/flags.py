@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import operator
 from functools import lru_cache
 from itertools import pairwise
 from types import CodeType
@@ -44,6 +45,48 @@ def _hands_on(code: CodeType) -> int | None:
         for i in read
     )
     return len(read) if only else None
+
+
+def chooses_numbers(module: nn.Module) -> bool:
+    """Whether all that code of a module does by the mode, but for handing it on, is to choose one
+    of two numbers (``0.0 if not self.training else self.p``)."""
+    reading = [code for code in codes_near(module) if _hands_on(code) is None]
+    chosen = [_chosen(code) for code in reading]
+    if None in chosen:
+        return False
+    try:
+        values = [operator.attrgetter(name)(module) for names in chosen for name in names or ()]
+    except AttributeError:
+        return False
+    return all(isinstance(value, (int, float, type(None))) for value in values)
+
+
+@lru_cache(maxsize=1024)
+def _chosen(code: CodeType) -> tuple[str, ...] | None:
+    """The attributes between which, and constants, code chooses by its mode; None where it does
+    something else by it."""
+    steps = [s for s in dis.get_instructions(code) if s.opname not in _NOTHING]
+    at = {step.offset: i for i, step in enumerate(steps)}
+    found: list[str] = []
+    for i, step in enumerate(steps):
+        if step.argval != "training":
+            continue
+        test = steps[i + 1]
+        start = at.get(test.argval, 0) if "JUMP" in test.opname else 0
+        leave = steps[start - 1] if start > i + 1 else test
+        end = at.get(leave.argval, 0) if leave.opname == "JUMP_FORWARD" else 0
+        for branch in (steps[i + 2 : start - 1], steps[start:end]):
+            first = branch[0] if branch else step
+            if first.opname.startswith("LOAD_FAST") and first.argval in code.co_varnames[:1]:
+                if not all(s.opname == "LOAD_ATTR" for s in branch[1:]) or not branch[1:]:
+                    return None
+                found.append(".".join(s.argval for s in branch[1:]))
+            elif len(branch) != 1 or not isinstance(first.argval, (int, float, type(None))):
+                return None
+    return tuple(found)
+
+
+_NOTHING = frozenset(("CACHE", "TO_BOOL", "NOT_TAKEN"))
 
 
 def reads_mode_of_others(module: nn.Module) -> bool:
