@@ -14,6 +14,7 @@ from torch import nn
 
 import fxprune
 from fxprune.code import Code, Patched
+from fxprune.proving.proof import prove
 
 from .oracle import awake, difference, run
 
@@ -287,3 +288,20 @@ def test_a_graph_asks_for_the_lengths_that_a_number_is_made_of_unseen(case):
         else:
             with pytest.raises(fxprune.PruningError, match=rf"shape\[.\] was .; it is {counts}"):
                 run(graph, ({"x": x},))
+
+
+@pytest.mark.parametrize("wrong", [lambda y, x: y * (1 + (x.shape[1] != 6)), lambda y, x: y[5]])
+def test_the_proof_looks_at_other_lengths_where_code_is_new(wrong):
+    def forward(self, x):
+        return self.b(self.halves(x))
+
+    model = awake(type("Net", (Base,), {"forward": forward})())
+    plan = fxprune.plan(model, sequences(6, 6))
+    small = plan.apply(model)
+    assert plan.code and prove(plan, model, small, sequences(6, 6)) < 1e-9
+    right = type(small).forward
+    type(small).forward = lambda self, x: (
+        wrong(right(self, x), x) if x.shape != (6, 6, 7) else right(self, x)
+    )
+    with pytest.raises(fxprune.ProofError, match="other lengths than those of the example"):
+        prove(plan, model, small, sequences(6, 6))

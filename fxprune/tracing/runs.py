@@ -3,20 +3,15 @@ training mode, and at other lengths of the input."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import PruningError
-from ..modules import tree
-from ..modules.running import bind_inputs
+from ..modules.other_lengths import at_other_lengths
 from .record import record
 from .trace import Trace
-
-_LONG = 16  # a length from which on half of it will do: less to compute, and no table is too short
 
 
 class OtherRuns:
@@ -34,7 +29,7 @@ class OtherRuns:
     def lengths(self) -> list[Trace]:
         """With another batch, and with each other length that the input has and the model takes
         another of."""
-        runs = map(self._run, _at_other_lengths(self._example))
+        runs = map(self._run, at_other_lengths(self._example))
         return [run for run in runs if run is not None]
 
     def _run(self, example: Any, *, training: bool = False) -> Trace | None:
@@ -42,30 +37,3 @@ class OtherRuns:
             return record(self._model, example, self._only, training=training)
         except PruningError:
             return None
-
-
-def _at_other_lengths(example: Any) -> Iterator[Any]:
-    given = bind_inputs(example)
-    shapes = [t.shape for t in tree.tensors(given)]
-    batches = {shape[0] for shape in shapes[:1] if shape}
-    lengths = dict.fromkeys(size for shape in shapes for size in shape[1:])
-    for length, is_batch in (*((n, True) for n in batches), *((n, False) for n in lengths)):
-
-        def other(value: Any, length: int = length, is_batch: bool = is_batch) -> Any:
-            if not isinstance(value, Tensor):
-                return tree.rebuild(value, other)
-            for dim in range(value.dim()):
-                if value.shape[dim] == length and (dim == 0) == is_batch:
-                    value = _resized(value, dim)
-            return value
-
-        args, kwargs = other(given)
-        yield kwargs or args
-
-
-def _resized(value: Tensor, dim: int) -> Tensor:
-    """Half of it, or the same twice: numbers that the code divides lengths by go into these."""
-    length = value.shape[dim]
-    if length >= _LONG and length % 2 == 0:
-        return value.narrow(dim, 0, length // 2)
-    return torch.cat([value, value], dim)
