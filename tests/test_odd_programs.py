@@ -732,3 +732,17 @@ def test_parameters_of_which_a_mask_would_make_infinity_stay(scaled):
     net = Net(forward, a=nn.Linear(3, 8), g=g, o=nn.Linear(width, 2))
     plan, _ = check(net, torch.randn(2, 3, dtype=torch.float64), shrinks=False)
     assert "makes no finite number of masked ones" in dict(plan.skipped)["a"]
+
+
+def test_the_last_but_one_is_a_place_and_no_size_to_work_out():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 12), nn.Linear(10, 3)
+
+        def forward(self, x):
+            return self.b(self.a(x).sigmoid()[:, 1:-1])
+
+    for scores in (torch.arange(12.0), 12 - torch.arange(12.0)):
+        plan, small = check(Inner(), rows(), importance={"a": scores})
+        assert small.a.out_features == 6

@@ -232,8 +232,8 @@ class Method:
                 old, new = getattr(computed, key), getattr(needed, key)
                 if old != new and part is None:
                     raise CannotPatch
-                if old != new:
-                    self._write(part, getattr(given, key), old, new, replay)  # type: ignore[arg-type]
+                if old != new:  # -1 is a position here, and open nowhere
+                    self._replace(part, getattr(given, key), old, new, replay)  # type: ignore[arg-type]
             return
         several = isinstance(needed, (tuple, list)) and isinstance(given, (tuple, list))
         if several and isinstance(at, (ast.Tuple, ast.List)):
@@ -243,7 +243,11 @@ class Method:
                     if not same_sizes(parts[2], parts[3], parts[1]):
                         self._write(*parts, replay)
                 return
-        needed = unless_open(computed, needed)
+        self._replace(at, given, computed, unless_open(computed, needed), replay)
+
+    def _replace(
+        self, at: ast.expr, given: Any, computed: Any, needed: Any, replay: Replay
+    ) -> None:
         if isinstance(at, ast.Starred) or not _can_be_written(needed):
             raise CannotPatch
         if isinstance(at, ast.Slice) and not _is_constant(at):
