@@ -746,3 +746,18 @@ def test_the_last_but_one_is_a_place_and_no_size_to_work_out():
     for scores in (torch.arange(12.0), 12 - torch.arange(12.0)):
         plan, small = check(Inner(), rows(), importance={"a": scores})
         assert small.a.out_features == 6
+
+
+@pytest.mark.parametrize("layer", ["lstm", "attention"])
+def test_a_layer_of_one_unit_is_planned_again(layer):
+    def forward(s, x):
+        h = s.a(x)
+        y, _ = s.m(h) if layer == "lstm" else s.m(h, h, h)
+        return s.c(h), s.b(y)
+
+    body = {"lstm": nn.LSTM(8, 4, num_layers=2, batch_first=True, bidirectional=True),
+            "attention": nn.MultiheadAttention(8, 2, batch_first=True)}[layer]  # fmt: skip
+    net = Net(forward, a=nn.Linear(8, 8), m=body, c=nn.Linear(8, 3), b=nn.Linear(8, 3))
+    settings = {"sparsity": 0.9, "attention": "head_dim"}
+    _, small = check(net, steps(), **settings)
+    check(small, steps(), shrinks=False, **settings)

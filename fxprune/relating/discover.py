@@ -108,6 +108,7 @@ class Discover(Sayings):
         self.meetings: dict[fx.Node, list[tuple[np.ndarray, np.ndarray]]] = {}
         self.products: dict[fx.Node, list[Product]] = {}
         self.followers: list[Follower] = []
+        self.views: dict[str, tuple[int, ...]] = {}
         self.added: set[int] = set()
         self.stacks: dict[fx.Node, torch.Tensor] = {}
         self.plain: dict[fx.Node, set[int]] = {}
@@ -169,6 +170,7 @@ class Discover(Sayings):
     def source(self, value: Named, roles: Roles, view: tuple[int, ...] | None) -> Channels:
         shape = value.spec.shape
         view = shape if view is None else view
+        self.views.setdefault(value.name, view)
         if value.spec.is_index or value.name in self._rigid:
             return Channels(view, (), self.one(value))
         axes = []
@@ -379,6 +381,7 @@ class Discover(Sayings):
             decisions=self.decisions,
             products=self.products,
             followers=self.followers,
+            views=self.views,
             added=self.added,
             said=self if self._settled and self.telling is not None else None,
         )

@@ -77,6 +77,8 @@ class Relations:
     decisions: Decisions = field(repr=False, default_factory=dict)
     products: dict[fx.Node, list[Product]] = field(repr=False, default_factory=dict)
     followers: list[Follower] = field(repr=False, default_factory=list)
+    # Of each tensor that a pattern has spoken of, the first shape that it was seen in.
+    views: dict[str, tuple[int, ...]] = field(repr=False, default_factory=dict)
     # First labels of axes that patterns have called biases, though they make units with others.
     added: set[int] = field(repr=False, default_factory=set)
     # What the first walk heard beside; None where roles changed on the way, and with them what

@@ -233,7 +233,8 @@ class Resizing(Orders):
             value = self.member(call, name)
             if value is not None:
                 known = value.name in self._by_name
-                views[name] = self.view_shape(value.name) if known else value.spec.shape
+                whole = self._relations.views.get(value.name, value.spec.shape)
+                views[name] = self.view_shape(value.name) if known else whole
                 spoken = spoken or known
         return views, spoken
 

@@ -95,4 +95,6 @@ def view_dims(shape: Sequence[int], view: Sequence[int]) -> list[list[int]]:
             product *= view[d]
             d += 1
         result.append(dims)
+    if result:
+        result[-1] += range(d, len(view))  # of size 1, as the tensor's last is
     return result
