@@ -761,3 +761,14 @@ def test_a_layer_of_one_unit_is_planned_again(layer):
     settings = {"sparsity": 0.9, "attention": "head_dim"}
     _, small = check(net, steps(), **settings)
     check(small, steps(), shrinks=False, **settings)
+
+
+@pytest.mark.parametrize("start", [torch.ones_like, torch.zeros_like])
+def test_what_varies_with_the_batch_is_written_beside_what_does_not(start):
+    def forward(s, x):
+        y = s.a(x) * (x.numel() / len(x) / 10)
+        z = start(y)
+        z[:, :4], z[:, 4:] = y[:, 4:], y[:, :4].sigmoid()
+        return s.b(z)
+
+    check(Net(forward, a=nn.Linear(5, 8), b=nn.Linear(8, 3)), rows())

@@ -187,7 +187,7 @@ class Sayings(Walk):
             if any(map(self.varies, call.node.all_input_nodes)):
                 # Nothing is sure but zeros that stay zeros.
                 sure = functools.reduce(torch.logical_and, [t == 0 for t in (*arrays, result)])
-                result = torch.where(sure, 0.0, torch.nan)
+                result = _zero_or_nan(sure)
         border = any(axis.border for axes in touched for axis in axes)
         if border:  # zeros around the constant stay zeros, or the slice is not one number
             inside = [not axes or not axes[0].border for axes in touched]
