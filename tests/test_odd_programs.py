@@ -772,3 +772,41 @@ def test_what_varies_with_the_batch_is_written_beside_what_does_not(start):
         return s.b(z)
 
     check(Net(forward, a=nn.Linear(5, 8), b=nn.Linear(8, 3)), rows())
+
+
+class SharedBias(nn.Module):
+    """Two layers with one bias; or one of whose bias the code makes more."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.a, self.c, self.how = nn.Linear(5, 8), nn.Linear(5, 8), how
+        self.m, self.n, self.out = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(12, 3)
+        if how == "tied":
+            self.n.bias = self.m.bias
+
+    def forward(self, x):
+        g, h = self.c(x).sigmoid(), self.m(self.a(x).sigmoid())
+        if self.how == "function":
+            g = F.linear(g, self.n.weight, self.m.bias)
+        else:
+            g = self.n(g) if self.how == "tied" else self.n(g) * self.m.bias
+        return self.out(torch.cat([h, g], 1))
+
+
+@pytest.mark.parametrize("how", ["tied", "function", "read"])
+def test_a_bias_that_others_read_takes_no_constant(how):
+    plan, small = check(SharedBias(how), rows(), ignore=["m", "n"])
+    assert ("m", "no bias can take the constant: dropped") in plan.notes
+    assert small.a.out_features == 4
+
+
+def test_a_weight_that_others_read_carries_no_constants_in_a_column():
+    def forward(s, x):
+        y = s.m(s.a(x)).sigmoid()
+        return s.b(F.conv_transpose1d(y, s.m.weight, padding=1))
+
+    net = Net(forward, a=nn.Conv1d(6, 6, 1), m=nn.Conv1d(6, 8, 3, padding=1),
+              b=nn.Conv1d(6, 3, 1))  # fmt: skip
+    check(net, steps(9))
+    plan = fxprune.plan(net, steps(9), exact=True)
+    assert ("m", "its weight is used twice: constants dropped") in plan.notes

@@ -26,7 +26,7 @@ from ..mending.mend import Mended, Mending, Unfit
 from ..modules.inspecting import dotted
 from ..relating import groups
 from ..relating.constants import Constants
-from ..relating.fold import Folds, folds
+from ..relating.fold import Folds, folds, uses_alone
 from ..relating.relations import Relations
 from ..relating.sayings import Telling
 from ..relating.training_only import InTraining
@@ -378,7 +378,10 @@ class Planner:
             if source.name not in named and source.role == "out":
                 no_carrier[self.relations.of(source)] = True
         for read in constants.reads:
-            if not read.border or read.axis.name in self.trace.written:
+            name = read.axis.name
+            if not read.border or name in self.trace.written:
+                continue
+            if not uses_alone(self.trace, read.call, name):  # its columns say more elsewhere
                 continue
             units = torch.from_numpy(self.relations.of(read.axis))
             value = torch.where(read.dead, torch.nan_to_num(read.constant), 0.0).abs()

@@ -9,12 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from ..rules.call import Call
 from ..rules.channels import SourceAxis
 from ..rules.ops import argument_at
+from ..tracing.trace import Trace
 from .constants import Constants, Read
 from .side_by_side import SideBySide
 from .weighing import delta_of
 
+TWICE = "its weight is used twice: constants dropped"
 _ROUNDING = 1e-12
 
 
@@ -123,7 +126,7 @@ def folds(
             continue
         if not calls and bool((masks.gone & (read.constant != 0)).any()):
             result.drop(read.axis, masks.gone)
-            result.notes.append((read.call.name, "its weight is used twice: constants dropped"))
+            result.notes.append((read.call.name, TWICE))
             continue
         if masks.some_unknown:
             result.drop(read.axis, masks.gone & read.constant.isnan())
@@ -292,6 +295,10 @@ def _sink(
 ) -> tuple[str, str, str, float] | None:
     """What can take a constant, as :func:`sink_of` says it; None where a carrier does, or where it
     has to be dropped."""
+    if read.border and exact and not uses_alone(constants.trace, read.call, read.axis.name):
+        result.drop(read.axis, masks.nonzero)
+        result.notes.append((read.call.name, TWICE))
+        return None
     if read.border and exact:
         carry = _carry(read, constant, masks.alive, classes)
         if carry is not None:
@@ -329,20 +336,29 @@ def _carry(read: Read, constant: Tensor, alive: Tensor, classes: np.ndarray) -> 
     return Carry(read.axis, best, factors.reshape(constant.shape))
 
 
+def uses_alone(trace: Trace, call: Call, name: str) -> bool:
+    """Whether no call but this one, or others of its layer, uses a tensor: a constant in it would
+    be said there, too."""
+    users = trace.uses.get(name, ())
+    return all(u is call.node or (call.module and u.target == call.path) for u in users)
+
+
 def sink_of(constants: Constants, read: Read):
     """(module path, attribute, tensor name, factor) of what can take a constant, or None."""
     call = read.call
-    pattern = call.pattern
+    pattern, trace = call.pattern, constants.trace
     if pattern is None or not pattern.bias:
         return None
     if call.module is None:
         argument = argument_at(call.node, *pattern.bias)
-        if isinstance(argument, fx.Node) and argument.op == "get_attr" and len(argument.users) == 1:
-            path, _, attribute = str(argument.target).rpartition(".")
-            return (path, attribute, str(argument.target), call.factor) if call.factor else None
+        if isinstance(argument, fx.Node) and argument.op == "get_attr":
+            name = str(argument.target)
+            if call.factor and uses_alone(trace, call, name):
+                path, _, attribute = name.rpartition(".")
+                return path, attribute, name, call.factor
         return None if argument is not None else _absorbing_norm(constants, call)
     weight = next(
-        key for key in constants.trace.tensor_names(call.path)
+        key for key in trace.tensor_names(call.path)
         if (m := constants.member(call, key)) is not None and m.name == read.axis.name
     )  # fmt: skip
     name = weight.replace("weight", "bias")
@@ -353,7 +369,8 @@ def sink_of(constants: Constants, read: Read):
     path, _, attribute = f"{call.path}.{name}".rpartition(".")  # of the layer or a part of it
     bias = constants.member(call, name)
     if bias is not None:
-        return path, attribute, bias.name, 1.0
+        alone = uses_alone(trace, call, bias.name)
+        return (path, attribute, bias.name, 1.0) if alone else _absorbing_norm(constants, call)
     if attribute not in constants.modules[path]._parameters or not call.factor:
         return None
     return _absorbing_norm(constants, call) or (path, attribute, "", 1.0)

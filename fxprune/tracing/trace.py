@@ -85,6 +85,11 @@ class Trace:
         """How often the graph calls each module, by path."""
         return Counter(str(n.target) for n in self.graph.nodes if n.op == "call_module")
 
+    @cached_property
+    def uses(self) -> dict[str, set[fx.Node]]:
+        """The calls that use each tensor of the model."""
+        return uses_of(self)
+
     def module_of(self, node: fx.Node) -> nn.Module:
         """Whose own code made the call."""
         call = node.meta.get("call")
