@@ -22,7 +22,7 @@ def new_expand(call, new):
 @register("expand", "broadcast_to", resize=new_expand)
 def expand(a, call):
     """y[i, j] = x[0, j]: slices of size 1 are repeated."""
-    y = alike(spread(call), call.channels(), widths_read(a, call))
+    y = alike(call, spread(call), widths_read(a, call))
     return repeated_by_a_number(a, call, y)
 
 
@@ -30,7 +30,7 @@ def expand(a, call):
 def expand_as(a, call):
     """y[i, j] = x[0, j], to the shape of another tensor."""
     other = call.channels(1, "other")
-    return alike(spread(call), call.channels(), [(other, d) for d in range(len(other.shape))])
+    return alike(call, spread(call), [(other, d) for d in range(len(other.shape))])
 
 
 def spread(call):
@@ -68,10 +68,11 @@ def with_blank(a, call, y, dims):
     return y.with_axes(sorted(axes, key=lambda axis: axis.dims))
 
 
-def alike(y, x, widths):
-    """One slice of ``x``, as often as another tensor has slices: they go with these."""
-    by = len(y.shape) - len(x.shape)
-    repeated = [d < by or x.shape[d - by] == 1 for d in range(len(y.shape))]
+def alike(call, y, widths):
+    """One slice of what is repeated, as often as another tensor has slices: they go with these."""
+    old = call.recorded(0, "input").shape  # of several slices one may be left
+    by = len(y.shape) - len(old)
+    repeated = [d < by or old[d - by] == 1 for d in range(len(y.shape))]
     axes = []
     for d, read in enumerate(widths):
         axis = read and read[0].axis(read[1])
@@ -108,7 +109,7 @@ def repeat(a, call):
     shape = tuple(n * t for n, t in zip(wide.shape, times, strict=True))
     y = a.move(call, wide, lambda t: t.repeat(times), shape)
     widths = widths_read(a, call)
-    y = alike(y, wide, [None] * (len(shape) - len(widths)) + widths)
+    y = alike(call, y, [None] * (len(shape) - len(widths)) + widths)
     return repeated_by_a_number(a, call, y)
 
 

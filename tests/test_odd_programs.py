@@ -379,6 +379,28 @@ def test_an_attribute_may_be_called_size():
     assert small.a.out_features == 4
 
 
+class DeviationOfEachGroup(nn.Module):
+    """What EvoNorm divides by: one number a group, as often as the group has channels."""
+
+    def __init__(self, groups):
+        super().__init__()
+        self.groups = groups
+
+    def forward(self, x):
+        b, c, h, w = x.shape
+        x = x.reshape(b, self.groups, c // self.groups, h, w)
+        std = x.var((2, 3, 4), keepdim=True).add(1e-5).sqrt()
+        return x.reshape(b, c, h, w) / std.expand(x.shape).reshape(b, c, h, w)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_one_group_may_be_left_of_several_that_are_repeated(groups):
+    net = Net(lambda s, x: s.b(s.norm(s.a(x).sigmoid())), a=nn.Conv2d(3, 8, 3),
+              norm=DeviationOfEachGroup(groups), b=nn.Conv2d(8, 4, 1))  # fmt: skip
+    plan, small = check(net, image())
+    assert small.a.out_channels == 4
+
+
 def flagged(forward):
     net = Net(forward, a=nn.Linear(5, 8), head=nn.Linear(8, 3))
     net.register_buffer("flags", torch.arange(8) % 3 > 0)
