@@ -56,6 +56,28 @@ def test_what_an_expert_reads_and_makes_stays_where_the_example_does_not_reach_i
     assert difference(run(plan.mask(plan._trace.model), more), run(small, more)) < 1e-9
 
 
+class OneOfSeveralNames(nn.Module):
+    """Its code asks how many there are of something, and calls one layer by two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = self.again = nn.Linear(8, 8)
+        self.own = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.own(x)
+        if len(torch.nonzero(y[0] > -100)):
+            y = self.again(y.sigmoid()) + self.up(y.cos())
+        return y
+
+
+def test_a_layer_of_several_names_ran_by_each_of_them():
+    net = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), OneOfSeveralNames(), nn.Linear(8, 3))
+    plan, small = check(net, torch.randn(5, 4, dtype=torch.float64))
+    assert small[2].up is small[2].again and small[2].up.out_features == 4
+    assert small[0].out_features == 4
+
+
 def test_layers_that_no_code_ever_runs_hold_nothing():
     class Spare(nn.Module):
         def __init__(self):

@@ -40,14 +40,16 @@ def beside_unreached(trace: Trace, relations: Relations) -> list[Stays]:
 def _of_a_kind(trace: Trace) -> list[tuple[str, str, list[str]]]:
     """(Folder, one of its modules that did not run, those of the same kind that did)."""
     found = []
+    ran = {id(trace.modules[path]): path for path in trace.called}  # one may have several names
     for folder, module in trace.modules.items():
-        runs = [dotted(folder, name) in trace.called for name in module._modules]
+        runs = [id(child) in ran for child in module._modules.values()]
         if all(runs) or not any(runs):
             continue
         kinds: dict[tuple[object, ...], list[str]] = {}
         for name, child in module._modules.items():
             if child is not None and any(True for _ in child.parameters()):
-                kinds.setdefault(_kind(child), []).append(dotted(folder, name))
+                path = ran.get(id(child), dotted(folder, name))
+                kinds.setdefault(_kind(child), []).append(path)
         for paths in kinds.values():
             reached = [path for path in paths if path in trace.called]
             if reached and len(reached) < len(paths) and _by_data(trace, reached):
