@@ -95,7 +95,7 @@ def stack_parts(a, call, parts, dim):
     axis = end_to_end(a, call, [with_dim(r, dim) for r in raised], dim)
     if axis is not None:
         a.hold(axis, [dim])
-        a.stacked(call, axis)
+        a.stacked(call, axis, dim)
     return Channels(shape, () if axis is None else (axis,))
 
 

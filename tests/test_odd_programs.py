@@ -372,6 +372,20 @@ def test_convolutions_of_one_place_over_positions_leave_the_width_alone(transpos
     assert small.a.out_features == 6 and small.mix.out_channels == 5
 
 
+def test_parts_that_a_convolution_sums_have_the_same_channels():
+    """CoaT stacks a token of each scale, and a convolution of one place weighs the scales."""
+
+    def run(s, x):
+        a, b, c = s.a(x), s.b(x), s.c(x)
+        parts = [a + b.sin(), b + c.sin(), c + a.sin()]
+        return s.head(s.weigh(torch.stack(parts, 1)).squeeze(1))
+
+    layers = {name: nn.Linear(5, 8) for name in "abc"}
+    net = Net(run, **layers, weigh=nn.Conv1d(3, 1, 1), head=nn.Linear(8, 3))
+    plan, small = check(net, rows())
+    assert [getattr(small, name).out_features for name in "abc"] == [4, 4, 4]
+
+
 def test_an_attribute_may_be_called_size():
     net = Net(lambda s, x: s.b(s.a(x).softmax(0).add(1) * s.size), a=nn.Linear(5, 8), size=3,
               b=nn.Linear(8, 3))  # fmt: skip

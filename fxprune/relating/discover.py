@@ -53,10 +53,10 @@ def discover(
             trace.together = {**walk.better_together, **trace.together}
             continue
         relations = walk.relations()
-        # What is read behind a stack may ask for the same channels in all parts (a norm).
-        whole = {
-            n for n, units in walk.stacks.items() if not relations.classes[units.numpy()].any()
-        }
+        # What is read behind a stack may ask for the same channels in all parts (a norm), and
+        # where it does nothing can go: all stay, or each part is one unit.
+        classes = ((n, relations.classes[units.numpy()]) for n, units in walk.stacks.items())
+        whole = {n for n, parts in classes if (parts == parts[:, :1]).all()}
         if whole - trace.tied:
             trace.tied |= whole
             continue
@@ -223,8 +223,8 @@ class Discover(Sayings):
             return weight
         return super().kernel(call, weight, dims)
 
-    def stacked(self, call: Call, axis: Axis) -> None:
-        self.stacks[call.node] = axis.units
+    def stacked(self, call: Call, axis: Axis, dim: int) -> None:
+        self.stacks[call.node] = axis.units.movedim(axis.dims.index(dim), 0).flatten(1)
 
     def distinguish(self, x: Channels) -> None:
         self.parts += [axis.units for axis in x.axes]

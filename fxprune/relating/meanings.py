@@ -102,8 +102,9 @@ class Meanings:
     def apart(self, axes: Sequence[Axis], rank: int) -> None:
         """Axes of one tensor that meet one over ``rank`` dimensions."""
 
-    def stacked(self, call: Call, axis: Axis) -> None:
-        """``axis`` holds what was put together by ``call``, each part with channels of its own."""
+    def stacked(self, call: Call, axis: Axis, dim: int) -> None:
+        """``axis`` holds what ``call`` put together along ``dim``, each part with channels of its
+        own."""
 
     def rectangle(self, axis: Axis, call: Call) -> None:
         """What is kept of an axis over several dimensions has to be a rectangle."""
