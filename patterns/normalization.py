@@ -43,12 +43,25 @@ def normaliser(eps, running=True):
     return normalise
 
 
-def batch(a, call, x, names, eps):
+def averaged(a, call, x, dims, why, counts):
+    """``x``, whose statistics along ``dims`` are taken: for good where it ``counts`` in eval mode,
+    too. Fewer channels are another mean then (of what a standardised weight reads, mostly)."""
+    if counts:
+        counted = [axis for axis in x.touching(dims) if set(axis.dims) <= set(dims)]
+        for axis in counted:
+            a.approximate(axis, call)
+        dims = set(dims).difference(*(axis.dims for axis in counted))
+    return a.freeze_dims(x, dims, why, call)
+
+
+def batch(a, call, x, names, eps, counts=False):
+    """``counts``: its statistics are those of ``x``, in eval mode, too."""
     if len(x.shape) < 2:
         x = a.freeze_dims(x, range(len(x.shape)), "batch norm of one sample", call)
-    own = a.freeze_dims(x, [0, *range(2, len(x.shape))], "batch norm averages over them", call)
+    over = [0, *range(2, len(x.shape))]
+    own = averaged(a, call, x, over, "batch norm averages over them", counts)
 
-    return per_channel(a, call, own, names, normaliser(eps))
+    return per_channel(a, call, own, names, normaliser(eps, not counts))
 
 
 def norm_width(m, new):
@@ -86,7 +99,7 @@ def batch_norm_function(a, call):
         names = {key: call.arg(*place) for key, place in by_name.items()}
         names |= {key: call.arg(i, key) for key, i in order}
         eps = call.arg(7, "eps", 1e-5)
-    return batch(a, call, call.channels(), names, eps)
+    return batch(a, call, call.channels(), names, eps, call.arg(5, "training", False))
 
 
 @register(
@@ -99,14 +112,16 @@ def instance_norm(a, call):
     names = {"weight": "weight", "bias": "bias"}
     if m.track_running_stats:
         names |= {"mean": "running_mean", "var": "running_var"}
-    return instances(a, call, x, names, normaliser(m.eps), channel_dim(m, len(x.shape)))
+    counts, dim = not m.track_running_stats, channel_dim(m, len(x.shape))
+    return instances(a, call, x, names, normaliser(m.eps), counts, dim)
 
 
-def instances(a, call, x, names, function, dim=1):
-    rest = [d for d in range(len(x.shape)) if d != dim]
-    own = a.through_window(a.freeze_dims(x, rest, "instance norm averages over them", call))
+def instances(a, call, x, names, function, counts, dim=1):
+    x = a.freeze_dims(x, range(dim), "instance norm averages over them", call)
+    over = range(dim + 1, len(x.shape))
+    own = averaged(a, call, x, over, "instance norm averages over them", counts)
 
-    return per_channel(a, call, own, names, function, dim)
+    return per_channel(a, call, a.through_window(own), names, function, dim)
 
 
 @register("instance_norm", kind="norm")
@@ -115,5 +130,6 @@ def instance_norm_function(a, call):
     places = {"mean": (1, "running_mean"), "var": (2, "running_var"),
               "weight": (3, "weight"), "bias": (4, "bias")}  # fmt: skip
     names = {key: call.arg(*place) for key, place in places.items()}
-    function = normaliser(call.arg(7, "eps", 1e-5), not call.arg(5, "use_input_stats", True))
-    return instances(a, call, call.channels(), names, function)
+    counts = call.arg(5, "use_input_stats", True)
+    function = normaliser(call.arg(7, "eps", 1e-5), not counts)
+    return instances(a, call, call.channels(), names, function, counts)

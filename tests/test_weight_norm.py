@@ -1,4 +1,5 @@
-"""Weights that ``nn.utils.weight_norm`` computes in a hook, as in vocoders of their time."""
+"""Weights that ``nn.utils.weight_norm`` computes in a hook, as in vocoders of their time; and those
+that a forward standardises."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import remove_weight_norm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -251,3 +253,42 @@ def test_hooks_that_act_on_a_module_whose_forward_would_be_written_anew_act_once
     plan = fxprune.plan(model, x)
     assert "has hooks that change what it reads or returns" in dict(plan.skipped)["0.a"]
     assert torch.equal(plan.apply(model)(x), model(x))
+
+
+class Standardised(nn.Conv2d):
+    """Weight standardisation (arXiv 1903.10520) by way of a norm: the filters are its channels."""
+
+    def __init__(self, *args, by, **settings):
+        super().__init__(*args, **settings)
+        self.by, self.gain = by, nn.Parameter(torch.ones(self.out_channels))
+
+    def forward(self, x):
+        w = self.weight.reshape(1, self.out_channels, -1)
+        norm = F.instance_norm if self.by == "instance" else F.batch_norm
+        told = {} if self.by == "instance" else {"training": True, "momentum": 0.0}
+        w = norm(w, None, None, weight=self.gain * 0.5, **told).reshape_as(self.weight)
+        return F.conv2d(x, w, self.bias, padding=self.padding, groups=self.groups)
+
+
+@pytest.mark.parametrize("by", ["batch", "instance"])
+def test_standardised_filters_lose_what_they_read_and_count_what_is_left(by):
+    net = nn.Sequential(Standardised(3, 8, 3, by=by), nn.SiLU(),
+                        Standardised(8, 16, 3, padding=1, by=by), nn.SiLU(),
+                        Standardised(16, 16, 3, groups=2, by=by), nn.SiLU(),
+                        Standardised(16, 4, 1, by=by))  # fmt: skip
+    plan, small = check(net, torch.randn(2, 3, 8, 8, dtype=torch.float64))
+    assert [layer.out_channels for layer in small[::2]] == [4, 8, 8, 4]
+    assert "counts in" in str(plan)
+
+
+def test_a_norm_of_running_statistics_averages_over_nothing_that_may_go():
+    class Along(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.norm = nn.Linear(5, 8), nn.Linear(8, 3), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.b(self.norm(self.a(x)))
+
+    with pytest.warns(fxprune.PruningWarning, match="batch norm averages over them"):
+        fxprune.plan(Along(), torch.randn(2, 4, 5))
