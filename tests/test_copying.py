@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import threading
@@ -349,3 +350,22 @@ def test_a_class_that_says_how_it_is_copied_is_asked(kind):
     assert type(copied[0]) is kind and copied[0].weight is not net[0].weight
     assert torch.equal(copied(x), net(x))
     assert fxprune.prune(net, x)[0].out_features == 4
+
+
+class NeitherTrueNorFalse(nn.Linear):
+    """A module that has no truth value, as a dictionary of tensors may."""
+
+    def __deepcopy__(self, memo):
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __bool__(self):
+        raise RuntimeError("ask for its length instead")
+
+
+def test_a_module_without_a_truth_value_is_copied():
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), NeitherTrueNorFalse(8, 8), nn.Linear(8, 2))
+    plan, small = check(net, torch.randn(2, 4, dtype=torch.float64))
+    assert small[2].weight.shape == (4, 4)

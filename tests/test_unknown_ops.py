@@ -167,6 +167,21 @@ def test_an_op_that_does_not_take_every_value_is_followed_as_far_as_it_goes():
     assert small.a.out_channels == 4
 
 
+class Distance(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return torch.zeros_like(x) if torch.equal(x, y) else (x - y).abs()
+
+
+def test_a_question_about_values_beneath_a_call_is_no_elementwise_op():
+    def forward(s, x):
+        return s.c(Distance.apply(torch.tanh(s.a(x)), torch.tanh(s.b(x))))
+
+    net = Net(forward, a=nn.Linear(6, 8), b=nn.Linear(6, 8), c=nn.Linear(8, 3))
+    plan, small = check(net, torch.randn(2, 6, dtype=torch.float64))
+    assert small.a.out_features == 4 and "probed as it ran" in str(plan.notes)
+
+
 class Through(torch.autograd.Function):
     """What a function of the caller's makes of an array."""
 

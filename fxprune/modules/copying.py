@@ -111,8 +111,10 @@ def _check(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
             continue
         for name, part in modules_of(module).items():
             other = theirs.get(dotted(path, name))
-            for key, t in {**part._parameters, **part._buffers}.items() if other else ():
-                made = {**other._parameters, **other._buffers}.get(key)  # type: ignore[union-attr]
+            if other is None:
+                continue
+            for key, t in {**part._parameters, **part._buffers}.items():
+                made = {**other._parameters, **other._buffers}.get(key)
                 if other is part or (t is not None and memo.get(id(t)) is not made):
                     raise ModelError(
                         f"{path or 'the model'} cannot be copied: the __deepcopy__ of "

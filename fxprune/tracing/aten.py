@@ -17,7 +17,12 @@ from .nodes import Nodes
 
 
 def is_pointwise(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    """Whether each slice that comes out is made of the same slice of what goes in. PyTorch also
+    calls ``equal`` so, which gives one answer for all."""
+    return (
+        isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+        and torch.Tag.data_dependent_output not in target.tags
+    )  # fmt: skip
 
 
 def understood(node: fx.Node) -> bool:
