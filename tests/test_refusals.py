@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxprune
 from fxprune import errors
@@ -39,6 +40,11 @@ def test_a_plan_refuses_a_model_it_does_not_fit_and_leaves_it_alone(step):
         assert before.differences() == []
 
 
+def fake(make):
+    with FakeTensorMode():
+        return make()
+
+
 def wrong(problem):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -51,7 +57,9 @@ def wrong(problem):
             "quantized": lambda: torch.ao.quantization.quantize_dynamic(small_net(), {nn.Linear}),
             "compiled": lambda: torch.compile(small_net()),
             "lazy": lambda: small_net(nn.LazyLinear(4)),
+            "compiled part": lambda: small_net(torch.compile(nn.Linear(6, 4))),
             "meta": lambda: nn.Linear(6, 4, device="meta"),
+            "fake": lambda: fake(small_net),
         }[problem]()
 
 
@@ -59,11 +67,24 @@ def wrong(problem):
     ("no module", "not a torch.nn.Module"), ("class", "pass an instance"),
     ("parallel", "model.module"), ("scripted", "scripted from"), ("scripted part", "'0'.*scripted"),
     ("quantized", "'0'.*prune first, then quantize"), ("compiled", "_orig_mod"),
-    ("lazy", "run the model once"), ("meta", "meta device"),
+    ("compiled part", "'0'.*model.0._orig_mod in its place"), ("fake", "outside of the Fake"),
+    ("lazy", "run the model once"), ("meta", "meta device.*hooks"),
 ])  # fmt: skip
 def test_models_that_cannot_be_pruned_are_refused_with_what_to_do(problem, said):
     with pytest.raises(fxprune.ModelError, match=said):
         fxprune.prune(wrong(problem), X)
+
+
+def test_a_model_in_flat_tensors_is_refused_before_anything_is_copied(tmp_path):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        net = fsdp.FullyShardedDataParallel(small_net(), device_id=torch.device("cpu"))
+        with pytest.raises(fxprune.ModelError, match="prune first, then wrap"):
+            fxprune.prune(net, X)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 SETTINGS = [

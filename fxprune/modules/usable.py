@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import InputError, ModelError
@@ -37,8 +39,14 @@ def check_model(model: Any, example_input: Any) -> None:
     """Raise for models that no run can be recorded of, with what to do instead."""
     check_is_model(model)
     modules = modules_of(model)
+    sharding = sys.modules.get("torch.distributed.fsdp")  # its import takes seconds
     for path, module in modules.items():
         where = f"{path!r}" if path else "the model"
+        if sharding is not None and isinstance(module, sharding.FullyShardedDataParallel):
+            raise ModelError(
+                f"{where} is wrapped in {type(module).__name__}, which keeps weights in flat "
+                "tensors; prune first, then wrap it"
+            )
         if isinstance(module, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
             raise ModelError(f"{where} is scripted; prune the module it was scripted from")
         if "quantized" in type(module).__module__.split("."):
@@ -46,13 +54,24 @@ def check_model(model: Any, example_input: Any) -> None:
                 f"{where} ({type(module).__name__}) is quantized; prune first, then quantize"
             )
         if isinstance(module, torch._dynamo.OptimizedModule):
-            raise ModelError(f"{where} is compiled; prune model._orig_mod, then compile the result")
+            raise ModelError(
+                f"{where} is compiled; put model.{path}._orig_mod in its place, prune, then "
+                "compile the result"
+            )
     tensors = list(named_tensors(modules))
     for name, tensor in tensors:
         if nn.parameter.is_lazy(tensor):
             raise ModelError(f"{name} is lazy and has no shape yet; run the model once first")
         if tensor.is_meta:
-            raise ModelError(f"{name} is on the meta device and has no values; load weights first")
+            raise ModelError(
+                f"{name} is on the meta device and has no values; load weights first (where hooks "
+                "load them as the model runs, for it is offloaded, take the hooks off first)"
+            )
+        if isinstance(tensor, FakeTensor):
+            raise ModelError(
+                f"{name} is a fake tensor and has no values; make the model, and prune it, outside "
+                "of the FakeTensorMode"
+            )
         if tensor.is_quantized:
             raise ModelError(f"{name} is quantized; prune first, then quantize")
         if is_traceable_wrapper_subclass(tensor):
