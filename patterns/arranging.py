@@ -127,7 +127,9 @@ def repeat_interleave(a, call):
         return a.unknown(call)
     dim %= len(x.shape)
     shape = tuple(n * times if d == dim else n for d, n in enumerate(x.shape))
-    if x.axis(dim) is None and times > 1 and not any(map(a.varies, given(call))):
+    # At the new widths it may be once: one head is left, say.
+    several = a.decide(call, lambda: times > 1 and not any(map(a.varies, given(call))))
+    if x.axis(dim) is None and several:
         y = with_blank(a, call, Channels(call.shape, x.axes), [dim])
         for axis in y.touching([dim]) if x.shape[dim] > 1 else ():  # of each slice as many
             a.hold(Axis((0, 1), axis.units.reshape(x.shape[dim], -1)), [0])

@@ -669,9 +669,14 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("spread", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("spread, heads", [
+    *((spread, 4) for spread in MASKS.values()),
+    *((spread, 2) for name, spread in MASKS.items() if "number" not in name),
+], ids=[*MASKS, *(f"{name}, of one" for name in MASKS if "number" not in name)])  # fmt: skip
 @pytest.mark.parametrize("attention", ["heads", "head_dim"])
-def test_masks_that_are_laid_out_for_every_head_are_as_many_as_heads_are_left(spread, attention):
+def test_masks_that_are_laid_out_for_every_head_are_as_many_as_heads_are_left(
+    spread, heads, attention
+):
     def forward(s, x, mask):
         b, n, _ = x.shape
         q, k, v = s.qkv(x).view(b, n, 3, s.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
@@ -680,7 +685,7 @@ def test_masks_that_are_laid_out_for_every_head_are_as_many_as_heads_are_left(sp
 
     torch.manual_seed(0)
     net = Net(forward, qkv=nn.Linear(6, 48), out=nn.Linear(16, 3))
-    net.heads = 4
+    net.heads = heads
     mask = torch.ones(2, 7, dtype=torch.bool)
     mask[0, 5:] = False
     plan, small = check(net, (tokens(), mask), attention=attention)
