@@ -210,3 +210,14 @@ def test_of_two_dimensions_that_are_one_behind_a_view_that_shrinks_which_a_layer
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     _, small = check(Net(forward, a=nn.Conv1d(3, 8, 1, bias=bias), o=nn.Linear(32, 5)), x)
     assert small.a.out_channels == 4
+
+
+def test_one_slice_that_is_left_of_two_is_not_repeated_beside_itself():
+    def forward(s, x):
+        y = s.a(x)
+        b, heads = y.shape
+        return s.o(y[:, :, None].expand(b, heads, 3).reshape(b, heads * 3))
+
+    torch.manual_seed(0)
+    _, small = check(Net(forward, a=nn.Linear(5, 2), o=nn.Linear(6, 5)), X)
+    assert (small.a.out_features, small.o.in_features) == (1, 3)
