@@ -221,3 +221,18 @@ def test_one_slice_that_is_left_of_two_is_not_repeated_beside_itself():
     torch.manual_seed(0)
     _, small = check(Net(forward, a=nn.Linear(5, 2), o=nn.Linear(6, 5)), X)
     assert (small.a.out_features, small.o.in_features) == (1, 3)
+
+
+def test_what_a_channel_says_beside_parts_that_the_unknown_call_s_other_argument_lacks():
+    def forward(s, x):
+        b, n, _ = x.shape
+        y, k = (f(x).view(b, n, 4, 3).transpose(1, 2) for f in (s.a, s.b))
+        scores = (k @ k.mT).tril(-1)  # of a head that is gone 0: no slices of heads are there
+        solved = torch.linalg.solve_triangular(scores, y, upper=False, unitriangular=True)
+        return s.o(solved.transpose(1, 2).flatten(2))
+
+    torch.manual_seed(0)
+    b = nn.Linear(5, 12, bias=False)
+    net = Net(forward, a=nn.Linear(5, 12), b=b, o=nn.Linear(12, 5))
+    _, small = check(net, torch.randn(2, 6, 5, dtype=torch.float64))
+    assert (small.a.out_features, small.b.out_features, small.o.in_features) == (6, 6, 6)

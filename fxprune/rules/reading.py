@@ -149,7 +149,10 @@ class Reading:
         for key, t in zip(keys, tensors, strict=False):  # parameters are the layer's own
             mine = self.names[key]
             order = [names.index(n) for n in mine if n in names]
-            t = t.permute([*order, *(d for d in range(t.dim()) if d not in order)])
+            rest = [d for d in range(t.dim()) if d not in order]
+            for d in rest:  # along which it is the same: it is laid out beside what has them
+                t = t.narrow(d, 0, 1)
+            t = t.permute([*order, *rest])
             sizes = iter(t.shape)
             given[key] = t.reshape([next(sizes) if n in names else 1 for n in mine])
         one = self._one_number(i, carried, {}, given)
