@@ -11,10 +11,14 @@ from fxprune.rules.registry import register
 
 def dense(a, call, x, weight, bias):
     """W's columns read x's last dimension, its rows make the result's."""
-    w = call.tensor(weight, {"out": (0,), "in": (1,)})
     last = len(x.shape) - 1
-    shape = (*x.shape[:-1], w.shape[0])
     free = {d: d for d in range(last)}
+    if len(getattr(weight, "shape", ())) == 1:  # a single row, of which no dimension is made
+        w = call.tensor(weight, {"in": (0,)})
+        y = a.contract(call, x, w, [(last, 0)], [], free, {}, x.shape[:-1])
+        return y if bias is None else a.meet(call, [y, a.channels(bias)], lambda t: t[0] + t[1])
+    w = call.tensor(weight, {"out": (0,), "in": (1,)})
+    shape = (*x.shape[:-1], w.shape[0])
     y = a.contract(call, x, w, [(last, 1)], [], free, {0: last}, shape)
     return add_bias(a, call, y, bias, last)
 
