@@ -124,8 +124,11 @@ def as_tuple(value):
 
 def widths(m, new):
     view = new.views["weight"]
-    first, second = view[:2] if m.groups == 1 else view[1:3]
-    groups = 1 if m.groups == 1 else view[0]
+    groups, first, second = (1, *view[:2]) if m.groups == 1 else view[:3]
+    if m.groups > 1 and len(view) == m.weight.dim():  # other code reads it, and not in groups
+        if m.weight.shape[0] != m.groups:
+            return {}
+        groups, first, second = view[0], 1, view[1]  # each row is one
     reads, makes = (first, second) if m.transposed else (second, first)
     return {
         "in_channels": reads * groups,

@@ -855,3 +855,25 @@ def test_a_linear_function_with_a_single_row_makes_no_dimension(weight):
               head=nn.Linear(6, 3))  # fmt: skip
     plan, small = check(net, steps())
     assert small.a.out_features == 6
+
+
+@pytest.mark.parametrize("out_channels", [8, 16])
+def test_a_convolution_of_groups_that_is_not_called_tells_its_widths(out_channels, tmp_path):
+    def build():
+        def forward(s, x):
+            y = s.a(x).sigmoid().transpose(1, 2)
+            taps = s.conv.weight.squeeze(1)  # as a kernel for depthwise convolutions takes them
+            y = y.repeat_interleave(len(taps) // y.shape[1], 1)
+            return s.head(F.conv1d(y, taps[:, None], groups=y.shape[1]).transpose(1, 2))
+
+        conv = nn.Conv1d(8, out_channels, 3, groups=8, bias=False)
+        return Net(forward, a=nn.Linear(8, 8), conv=conv, head=nn.Linear(out_channels, 3))
+
+    _, small = check(build(), steps())
+    conv = small.conv
+    assert conv.weight.shape == (out_channels // 2, 1, 3)
+    if out_channels == 8:
+        assert (conv.in_channels, conv.out_channels, conv.groups) == (4, 4, 4)
+    fxprune.save(small, tmp_path / "small.safetensors")
+    again = fxprune.load(build().double().eval(), tmp_path / "small.safetensors")
+    assert difference(run(small, steps()), run(again, steps())) == 0
