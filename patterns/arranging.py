@@ -88,11 +88,18 @@ def alike(call, y, widths):
     return y.with_axes(sorted((*y.axes, *axes), key=lambda axis: axis.dims)) if axes else y
 
 
+def told(call, times):
+    """How often each dimension is repeated; what a tensor says of it as it said when recorded."""
+    old, new = call.recorded(0, "input").shape, call.spec.shape
+    sizes = zip(times[::-1], new[::-1], (*old[::-1], *[1] * len(times)), strict=False)
+    return [n if isinstance(n, int) else now // max(was, 1) for n, now, was in sizes][::-1]
+
+
 def new_repeat(call, new):
     """As often as before, but for one slice, which is there as often as what it meets."""
     x, numbers = call.channels(), given(call)
     by = len(numbers) - len(x.shape)
-    needed = [n.meta["spec"] if isinstance(n, fx.Node) else n for n in numbers]
+    needed = told(call, [n.meta["spec"] if isinstance(n, fx.Node) else n for n in numbers])
     for d in range(len(needed)):
         if d < by or x.shape[d - by] == 1:
             needed[d] = new.result[d - len(numbers)]
@@ -103,7 +110,7 @@ def new_repeat(call, new):
 def repeat(a, call):
     """y[i] = x[i mod n]: all slices, then all again."""
     x = call.channels()
-    times = sizes_of(call, 1, "repeats" if call.word == "repeat" else "dims")
+    times = told(call, sizes_of(call, 1, "repeats" if call.word == "repeat" else "dims"))
     times = [1] * (len(x.shape) - len(times)) + times
     wide = with_rank(x, len(times))
     shape = tuple(n * t for n, t in zip(wide.shape, times, strict=True))
@@ -141,6 +148,8 @@ def repeat_interleave(a, call):
 def flip(a, call):
     """y[i] = x[n - 1 - i]."""
     dims = sizes_of(call, 1, "dims")
+    if not all(isinstance(d, int) for d in dims):
+        return a.unknown(call)
     return a.move(call, call.channels(), lambda t: t.flip(dims))
 
 

@@ -13,6 +13,7 @@ def new_chunk(call, new):
     """Parts of sizes that it would not compute are parts to split in."""
     sizes = [shape[call.arg(2, "dim", 0)] for shape in new.result]
     whole, parts = sum(sizes), call.arg(1, "chunks")
+    parts = parts if isinstance(parts, int) else len(sizes)  # a tensor tells it
     each = -(-whole // parts)
     if sizes == [min(each, whole - start) for start in range(0, whole, each)]:
         return {}

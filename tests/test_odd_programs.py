@@ -877,3 +877,15 @@ def test_a_convolution_of_groups_that_is_not_called_tells_its_widths(out_channel
     fxprune.save(small, tmp_path / "small.safetensors")
     again = fxprune.load(build().double().eval(), tmp_path / "small.safetensors")
     assert difference(run(small, steps()), run(again, steps())) == 0
+
+
+@pytest.mark.parametrize("repeated", [
+    lambda y, n: y.repeat(n, 1), lambda y, n: torch.tile(y, (n, 1)), lambda y, n: y.chunk(n)[0],
+    lambda y, n: y[:, :, None].repeat(1, 1, n).flatten(1)[:, : y.shape[1]],
+    lambda y, n: torch.cat(y.chunk(n, 1)[::-1], 1),
+], ids=["repeat", "tile", "chunk", "repeat channels", "chunk channels"])  # fmt: skip
+def test_how_often_may_be_told_by_a_tensor(repeated):
+    net = Net(lambda s, x: s.head(repeated(s.a(x["x"]), x["n"])), a=nn.Linear(5, 8),
+              head=nn.Linear(8, 3))  # fmt: skip
+    plan, small = check(net, ({"x": rows(), "n": torch.tensor(2)},), shrinks=False)
+    assert small.a.out_features in (4, 8)
