@@ -846,6 +846,8 @@ def test_a_weight_that_others_read_carries_no_constants_in_a_column():
     check(net, steps(9))
     plan = fxprune.plan(net, steps(9), exact=True)
     assert ("m", "its weight is used twice: constants dropped") in plan.notes
+
+
 @pytest.mark.parametrize("weight", [lambda s: s.w, lambda s: s.b(s.w)], ids=["own", "computed"])
 def test_a_linear_function_with_a_single_row_makes_no_dimension(weight):
     def forward(s, x):

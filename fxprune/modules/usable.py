@@ -54,10 +54,9 @@ def check_model(model: Any, example_input: Any) -> None:
                 f"{where} ({type(module).__name__}) is quantized; prune first, then quantize"
             )
         if isinstance(module, torch._dynamo.OptimizedModule):
-            raise ModelError(
-                f"{where} is compiled; put model.{path}._orig_mod in its place, prune, then "
-                "compile the result"
-            )
+            own = ".".join(filter(None, ("model", path, "_orig_mod")))
+            place = f"put {own} in its place, prune" if path else f"prune {own}"
+            raise ModelError(f"{where} is compiled; {place}, then compile the result")
     tensors = list(named_tensors(modules))
     for name, tensor in tensors:
         if nn.parameter.is_lazy(tensor):
