@@ -261,3 +261,12 @@ def test_what_is_counted_stays_where_the_code_goes_by_what_comes_of_it(seed):
     net = Net(forward, a=nn.Linear(3, 8), norm=nn.LayerNorm(8), b=nn.Linear(8, 2))
     plan, _ = check(net, torch.randn(2, 9, 3, dtype=torch.float64), shrinks=False)
     assert "goes by values that come of it" in dict(plan.skipped)["a"]
+
+
+def test_an_input_of_another_kind_is_refused_in_the_words_of_the_model_alone():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    for given in ([torch.ones(1, 3, 8, 8)], torch.ones(1, 3, 8, 8).numpy()):
+        with pytest.raises(fxprune.InputError, match=r"\. Pass what the model takes") as caught:
+            fxprune.plan(net, given)
+        said = str(caught.value)
+        assert "Traced" not in said and "expected one of" not in said and ".." not in said

@@ -38,28 +38,36 @@ def record(
     except _Failed as failed:
         error: Any = failed.__cause__
         kind, given = type(model).__name__, describe(example_input)
-        words = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if not training and _runs(model, example_input):
+        own = error if training else _own_error(model, example_input)
+        if own is None:
+            words = _in_a_line(error)
             raise ModelError(f"{kind} runs on {given}, but cannot be recorded: {words}") from error
         raise InputError(
-            f"{kind} does not run on example_input ({given}): {words}. Pass what the model takes: "
-            "a tensor, a tuple of positional arguments, or a mapping of keyword arguments."
+            f"{kind} does not run on example_input ({given}): {_in_a_line(own)}. Pass what the "
+            "model takes: a tensor, a tuple of positional arguments, or a mapping of keyword "
+            "arguments."
         ) from error
+
+
+def _in_a_line(error: BaseException) -> str:
+    """What an error says; of PyTorch's lists of what a call takes, that it does not take this."""
+    first = str(error).partition("\n")[0].removesuffix(", but expected one of:")
+    return f"{type(error).__name__}: {first.removesuffix('.')}"
 
 
 class _Failed(Exception):
     """A run that was recorded ended with an error."""
 
 
-def _runs(model: nn.Module, example_input: Any) -> bool:
-    """Whether it does where nobody records it."""
+def _own_error(model: nn.Module, example_input: Any) -> Exception | None:
+    """What it raises where nobody records it."""
     args, kwargs = bind_inputs(example_input)
     with evaluating(model), torch.no_grad():
         try:
             model(*args, **kwargs)
-        except Exception:  # whatever the model's own code raises
-            return False
-    return True
+        except Exception as error:  # whatever the model's own code raises
+            return error
+    return None
 
 
 def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -> Trace:
