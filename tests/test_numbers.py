@@ -91,6 +91,21 @@ def test_an_attribute_that_a_width_is_compared_with_is_set(forward):
     assert plan.attributes == {"width": 4} and small.width == 4 and not plan.code
 
 
+@pytest.mark.parametrize("triple", [lambda width: width * 3, lambda width: 3 * width])
+def test_an_attribute_of_which_a_size_is_a_multiple_is_set(triple):
+    """As MaxViT's attention has it, whose one head loses a share of its width."""
+
+    def run(s, x):
+        y = s.qkv(x).view(x.shape[0], -1, s.heads, triple(s.width)).transpose(1, 2)
+        q, k, v = y.chunk(3, 3)
+        y = (q @ k.transpose(2, 3) * 0.4).softmax(-1) @ v
+        return s.out(y.transpose(1, 2).flatten(2))
+
+    net = Net(run, qkv=nn.Linear(6, 24), out=nn.Linear(8, 6), heads=1, width=8)
+    plan, small = check(net, torch.randn(2, 5, 6, dtype=torch.float64))
+    assert small.width == 4 and not plan.code
+
+
 @pytest.mark.parametrize("dims", [(8, 1), [4, 2]], ids=str)
 def test_an_item_of_a_sequence_is_set(dims):
     def forward(s, y):

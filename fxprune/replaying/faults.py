@@ -86,14 +86,16 @@ class WrongSize(AtNode):
                 yield name, index, needed
 
     def _numbers(self) -> Iterator[tuple[str, int | None, Any, int]]:
-        """Sizes that are attributes, or one divided by another: name, index, what it was when
-        recorded, what it has to be."""
+        """Sizes that are attributes, one divided by another, or so many times one: name, index,
+        what it was when recorded, what it has to be."""
         given = argument_at(self.node, *self.place)
         for argument, needed, now in _numbers_of(given, self.needed, self.computed):
             if not isinstance(argument, fx.Node) or not isinstance(needed, int):
                 continue
             if argument.target is operator.floordiv and isinstance(now, int):
                 argument, needed = _dividend(argument, now, needed)
+            elif argument.target is operator.mul:
+                argument, needed = _factor(argument, needed)
             index: Any = None
             if argument.target is operator.getitem and isinstance(argument.args[1], int):
                 argument, index = argument.args  # type: ignore[assignment]
@@ -121,6 +123,15 @@ def _dividend(quotient: fx.Node, now: int, needed: int) -> tuple[Any, int]:
     known: Any = width.meta["spec"] if isinstance(width, fx.Node) else None
     exact = isinstance(known, int) and now > 0 and known % now == 0
     return (width, needed * known // now) if exact else (quotient, needed)
+
+
+def _factor(product: fx.Node, needed: int) -> tuple[Any, int]:
+    """Of attributes ``3 * width``, the width; and what it has to be for ``needed``."""
+    width: Any
+    times: Any
+    width, times = product.args if isinstance(product.args[1], int) else product.args[::-1]
+    exact = isinstance(width, fx.Node) and isinstance(times, int) and times > 0
+    return (width, needed // times) if exact and needed % times == 0 else (product, needed)
 
 
 @dataclass
