@@ -1,7 +1,12 @@
 """Attributes that no code of the run reads, and that tell whoever uses the model its widths."""
 
+import functools
+import types
+
+import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import fxprune
 
@@ -65,3 +70,52 @@ def test_a_width_that_the_code_asks_about_is_not_set_beside_another_that_is_not(
     model = nn.Sequential(nn.Linear(6, 8), Stage(8, 8), Stage(8, 12), nn.Linear(12, 3)).double()
     plan, small = check(model, torch.randn(2, 6, dtype=torch.float64))
     assert small[1].a.in_features == 4 and not {"1.dim", "2.dim"} & set(plan.attributes)
+
+
+def decorated(forward):
+    @functools.wraps(forward)
+    def call(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    return call
+
+
+class Halves(nn.Module):
+    """Attention whose sizes are products and sums of attributes, in code that cannot be changed."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.shared, self.size = config, config.shared, 3
+        self.qkv = nn.Linear(12, (config.heads + 2 * self.shared) * 3)
+        self.out = nn.Linear(config.heads * 3, 12)
+
+    @decorated
+    def forward(self, x, seen):
+        y, n, kv = self.qkv(x), self.config.heads * self.size, self.shared * self.size
+        parts = (y[..., :n], y[..., n : n + kv], y[..., n + kv :])
+        q, k, v = (t.view(*x.shape[:-1], -1, self.size).transpose(1, 2) for t in parts)
+        seen.keys = k
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.out(y.transpose(1, 2).reshape(*x.shape[:-1], -1))
+
+
+@pytest.mark.parametrize("shared", [2, 4])
+def test_attributes_that_a_size_is_a_product_of_are_set_where_no_code_can_be_written(shared):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            config = types.SimpleNamespace(heads=4, shared=shared)
+            self.layers = nn.ModuleList(Halves(config) for _ in range(2))
+            self.head = nn.Linear(12, 3)
+
+        def forward(self, x):
+            seen = types.SimpleNamespace()
+            for layer in self.layers:
+                x = x + layer(x, seen)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    plan, small = check(Net(), torch.randn(2, 5, 12, dtype=torch.float64))
+    assert not plan.code
+    assert [layer.shared for layer in small.layers] == [shared // 2] * 2
+    assert (small.layers[0].config.heads, small.layers[1].size) == (2, 3)

@@ -7,7 +7,7 @@ set, and where the code would do wrong even so, other code is written.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,13 @@ class Mending:
             raise Unfit(
                 mismatch.units, mismatch.reason, mismatch.where, mismatch.line
             ) from mismatch
-        code = {} if whole else self._write_code(replay)
+        try:
+            code = {} if whole else self._write_code(replay)
+        except Unfit:  # where code could be written its sizes would be plain numbers
+            tried = self._with_parts(replay)
+            if tried is replay:
+                raise
+            replay, code = tried, self._write_code(tried)
         return Mended(replay, self.attributes, code, self.orders, self.straighten)
 
     def _replay(self, before: Replay | None = None) -> Replay:
@@ -149,6 +155,42 @@ class Mending:
                 value = type(old)(value if i == index else n for i, n in enumerate(old))
             fresh[name] = value
         return fresh
+
+    def _with_parts(self, replay: Replay) -> Replay:
+        """The trace with attributes set that sizes are made of (``heads * size``), as long as that
+        leaves fewer sizes wrong. Which of them is to have a new value only a trial tells; those of
+        one name are tried in all modules at once."""
+        best, fewest = replay, len(replay.faults())
+        while fewest:
+            replay = best
+            known, orders, straighten = self.attributes, self.orders, self.straighten
+            found = known, orders, straighten
+            for trial in self._trials(replay):
+                self.attributes = known | trial
+                self.orders, self.straighten = dict(orders), set(straighten)
+                with contextlib.suppress(Mismatch):  # other code reads them for something else
+                    tried = self._replay()
+                    if len(tried.faults()) < fewest:
+                        best, fewest = tried, len(tried.faults())
+                        found = self.attributes, self.orders, self.straighten
+            self.attributes, self.orders, self.straighten = found
+            if best is replay:
+                break
+        return best
+
+    def _trials(self, replay: Replay) -> Iterable[dict[str, Any]]:
+        """For each name, the attributes of that name with what their first use may need."""
+        trials: dict[str, dict[str, Any]] = {}
+        for fault in replay.faults():
+            for name, value in fault.parts(replay.values):
+                path, _, key = name.rpartition(".")
+                known = self.trace.tensor(name)
+                if type(known) is not int or not 0 < value < known or self.trace.is_layer(path):
+                    continue
+                if name not in self.attributes:
+                    trials.setdefault(key, {}).setdefault(name, value)
+                    self.set_for.setdefault(name, []).append(fault.units)
+        return trials.values()
 
     def _write_code(self, replay: Replay) -> dict[str, Code | Patched]:
         """New code where the model's own would do wrong, by the path of the module: its own with

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,11 @@ class Fault:
         """Those of them that would mend it."""
         return iter(())
 
+    def parts(self, values: Mapping[fx.Node, Any]) -> Iterator[tuple[str, int]]:
+        """Attributes that its numbers are made of, each with what would mend it if the others are
+        right; ``values`` are those at the new widths."""
+        return iter(())
+
 
 @dataclass
 class AtNode(Fault):
@@ -85,6 +90,12 @@ class WrongSize(AtNode):
             if known not in (needed, -1):
                 yield name, index, needed
 
+    def parts(self, values: Mapping[fx.Node, Any]) -> Iterator[tuple[str, int]]:
+        given = argument_at(self.node, *self.place)
+        for argument, needed, now in _numbers_of(given, self.needed, self.computed):
+            if isinstance(needed, int) and needed != now:
+                yield from _parts(argument, needed, values)
+
     def _numbers(self) -> Iterator[tuple[str, int | None, Any, int]]:
         """Sizes that are attributes, one divided by another, or so many times one: name, index,
         what it was when recorded, what it has to be."""
@@ -114,6 +125,23 @@ def _numbers_of(given: Any, needed: Any, computed: Any) -> Iterator[tuple[Any, A
             yield from _numbers_of(*parts)
     else:
         yield given, needed, computed
+
+
+def _parts(number: Any, needed: int, values: Mapping[fx.Node, Any]) -> Iterator[tuple[str, int]]:
+    """Of sums and products, each attribute with what it has to be for the number ``needed``."""
+    if not isinstance(number, fx.Node):
+        return
+    if number.op == "get_attr":
+        yield str(number.target), needed
+    elif number.target in (operator.add, operator.mul):
+        for mine, other in (number.args, number.args[::-1]):
+            value = values.get(other) if isinstance(other, fx.Node) else other
+            if not isinstance(value, int):
+                continue
+            if number.target is operator.add:
+                yield from _parts(mine, needed - value, values)
+            elif value and needed % value == 0:
+                yield from _parts(mine, needed // value, values)
 
 
 def _dividend(quotient: fx.Node, now: int, needed: int) -> tuple[Any, int]:
