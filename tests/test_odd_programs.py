@@ -891,6 +891,8 @@ def test_how_often_may_be_told_by_a_tensor(repeated):
               head=nn.Linear(8, 3))  # fmt: skip
     plan, small = check(net, ({"x": rows(), "n": torch.tensor(2)},), shrinks=False)
     assert small.a.out_features in (4, 8)
+
+
 def test_an_outer_product_is_zero_where_a_factor_is():
     net = Net(lambda s, x: s.b(s.a(x).sigmoid() @ torch.outer(s.p, s.q)), a=nn.Linear(5, 8),
               p=parameter(8), q=parameter(6), b=nn.Linear(6, 3))  # fmt: skip
