@@ -891,6 +891,15 @@ def test_how_often_may_be_told_by_a_tensor(repeated):
               head=nn.Linear(8, 3))  # fmt: skip
     plan, small = check(net, ({"x": rows(), "n": torch.tensor(2)},), shrinks=False)
     assert small.a.out_features in (4, 8)
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_gates_of_a_single_unit_take_constants_each_its_own(kind):
+    def forward(s, x):
+        return s.b(s.m(s.a(x).sigmoid())[0])
+
+    net = Net(forward, a=nn.Linear(8, 6), m=kind(6, 1, batch_first=True, bidirectional=True),
+              b=nn.Linear(2, 3))  # fmt: skip
+    plan, small = check(net, steps())
+    assert small.m.input_size == 3 and not plan.notes
 
 
 def test_an_outer_product_is_zero_where_a_factor_is():

@@ -77,7 +77,9 @@ def delta_of(
 
 def _making_dims(read: Read) -> set[int]:
     """The dimensions of the weight's view along which its outputs lie."""
-    out = () if read.out is None else read.out.dims
     merged = view_dims(read.axis.tensor_shape, read.axis.view)
+    if read.out is None:  # a single unit, of which a layer may make several (the gates of a cell)
+        return set() if set(merged[0]) & set(read.axis.dims) else set(merged[0])
+    out = read.out.dims
     same = {d for dims in merged if set(dims) & set(out) for d in dims}
     return set(out) | (same - set(read.axis.dims))
