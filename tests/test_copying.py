@@ -369,3 +369,41 @@ def test_a_module_without_a_truth_value_is_copied():
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), NeitherTrueNorFalse(8, 8), nn.Linear(8, 2))
     plan, small = check(net, torch.randn(2, 4, dtype=torch.float64))
     assert small[2].weight.shape == (4, 4)
+class Handles(nn.Module):
+    """Keeps the handle of a hook of one of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.seen = nn.Linear(4, 8), nn.Linear(8, 3), []
+        self.handle = self.a.register_forward_hook(Handles.look)
+
+    @staticmethod
+    def look(module, args, output):
+        return None
+
+    def forward(self, x):
+        return self.b(self.a(x).sigmoid())
+
+
+def test_the_handle_of_a_hook_is_one_of_the_copys_hook():
+    net = awake(Handles())
+    small = copy.deepcopy(fxprune.prune(net, torch.randn(2, 4, dtype=torch.float64)))
+    assert small.a.out_features == 4 and len(small.a._forward_hooks) == 1
+    small.handle.remove()
+    assert not small.a._forward_hooks and len(net.a._forward_hooks) == 1
+
+
+class Wakes(nn.Sequential):
+    """Is copied as torchvision's graphs of features are: in training mode."""
+
+    def __deepcopy__(self, memo):
+        return Wakes(*(copy.deepcopy(child, memo) for child in self)).train()
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_copy_is_in_the_mode_of_the_model(mode):
+    net = nn.Sequential(Wakes(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), nn.Conv2d(8, 4, 1))
+    net = net.train(mode)
+    small = fxprune.prune(net, torch.randn(2, 3, 8, 8))
+    assert small[0][0].out_channels == 4
+    assert {module.training for module in small.modules()} == {mode}

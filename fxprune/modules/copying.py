@@ -43,6 +43,10 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
         copied = _copied(model, memo := memo | made)
         holders.fill(memo)
         _check(model, copied, memo)
+        theirs = modules_of(copied)
+        for path, module in modules_of(model).items():  # a __deepcopy__ may set it anew
+            if path in theirs and theirs[path].training != module.training:
+                theirs[path].training = module.training
         for module, key, value in weak:
             vars(memo[id(module)])[key] = weakref.ref(memo[id(value)])
         for module in modules_of(copied).values() if made else ():
@@ -82,8 +86,8 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 state[key] = value
             elif key in OWN:
                 state[key] = {name: copy.deepcopy(part, memo) for name, part in value.items()}
-            elif key in OF_TORCH and not value:  # hooks that nobody has set
-                state[key] = type(value)()
+            elif key in OF_TORCH and not value:  # hooks that nobody has set; a handle may know them
+                state[key] = memo.setdefault(id(value), type(value)())
             else:
                 state[key] = copy.deepcopy(value, memo)
         memo[id(module)].__setstate__(state)
