@@ -359,3 +359,40 @@ def test_an_attribute_that_is_written_to_while_the_model_is_recorded_is_as_it_wa
     plan = fxprune.plan(model, X)
     assert torch.equal(model.positions, table())
     assert dict(plan.skipped)["embed"] == "the model writes to it as it runs"
+
+
+class Tables(nn.Module):
+    """LeViT keeps in eval mode what it makes of a table of biases, a row for each head."""
+
+    def __init__(self, empty):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(6, 24), nn.Linear(8, 3)
+        self.biases = nn.Parameter(torch.randn(4, 9))
+        self.heads, self.kept = 4, empty
+
+    def table(self, n):
+        at = torch.arange(n)[:, None] - torch.arange(n)[None] + 4
+        return self.biases[:, at]
+
+    def forward(self, x):
+        if not self.kept and isinstance(self.kept, dict):
+            self.kept["table"] = self.table(x.shape[1])
+        elif self.kept is None:
+            self.kept = self.table(x.shape[1])
+        table = self.kept["table"] if isinstance(self.kept, dict) else self.kept
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = (q @ k.transpose(-2, -1) + table).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("empty", [dict, type(None)])
+def test_what_a_run_has_kept_since_the_plan_is_not_kept_in_the_pruned_model(empty):
+    net, x = awake(Tables(empty())), torch.randn(2, 5, 6, dtype=torch.float64)
+    plan = fxprune.plan(net, x)
+    run(net, x)
+    table = net.kept
+    small, masked = plan.apply(net), plan.mask(net)
+    assert small.heads == 2 and small.kept == masked.kept == empty() and net.kept is table
+    assert difference(run(masked, x), run(small, x)) < 1e-9
+    plan.apply(net, inplace=True)
+    assert net.kept == empty()

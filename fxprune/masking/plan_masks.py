@@ -42,6 +42,8 @@ def masked(plan: Any, model: nn.Module, folds: Folds) -> nn.Module:
     """A copy of ``model`` with a plan's masks, and constants as ``folds`` say."""
     masked = copy_model(model)
     bake(masked)
+    for (path, attribute), kind in plan._trace.filled.items():
+        vars(masked.get_submodule(path))[attribute] = kind()
     for module in masked.modules():
         own_class(module)
     with torch.no_grad():

@@ -15,6 +15,7 @@ from ..errors import ModelError, PlanError
 from ..masking.plan_masks import FOLDED, check_fits, has_predictions, keep_masks
 from ..mending.patching import fits
 from ..modules.copying import copy_model
+from ..modules.filled import Empty
 from ..modules.inspecting import dotted, modules_of, parts_of, read_attribute
 from ..modules.running import on_cpu, uncollected
 from ..parametrized.mask import bake, is_masked, parametrizations
@@ -36,6 +37,7 @@ class Change:
     attributes: dict[tuple[str, str], Any] = field(default_factory=dict)
     refresh: dict[str, Callable[[nn.Module], None]] = field(default_factory=dict)
     classes: dict[str, type] = field(default_factory=dict)  # modules with new code, by path
+    filled: Empty = field(default_factory=dict)  # what runs have kept there is of the old widths
 
 
 class Journal:
@@ -231,6 +233,7 @@ def _settings(plan: Any, model: nn.Module, change: Change) -> None:
     for name, value in plan.attributes.items():
         path, _, attribute = name.rpartition(".")
         change.attributes[path, attribute] = value
+    change.filled = plan._trace.filled
     for path, code in plan.code.items():
         cls = type(model.get_submodule(path))
         if isinstance(code, Patched) and not fits(cls, code):
@@ -300,6 +303,8 @@ def _install(change: Change, model: nn.Module, journal: Journal, *, in_place: bo
     for (path, attribute), value in change.attributes.items():
         owner = read_attribute(model, path) if path else model
         journal.attribute(owner, attribute, value)
+    for (path, attribute), kind in change.filled.items():
+        journal.attribute(model.get_submodule(path), attribute, kind())
     for path, cls in change.classes.items():
         journal.cls(model.get_submodule(path), cls)
     for path, refresh in change.refresh.items():

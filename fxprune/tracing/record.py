@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError, ModelError, PruningError
+from ..modules.filled import empty_attributes, filled_since
 from ..modules.running import LOCK, bind_inputs, describe, evaluating, uncollected, wanted
 from ..rules.registry import python_functions
 from . import caches
@@ -91,6 +92,7 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
     ):
         args, kwargs = bind_inputs(example_input)
         recorder.nodes.placeholders(args, kwargs)
+        empty = empty_attributes(model)
         try:
             with recorder, recorder.listening():
                 output = model(*args, **kwargs)
@@ -104,6 +106,7 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
             recorder.calls[0].output = nodes.handed(output)
         nodes.graph.output(nodes.returned(wanted(model, output, only, training=training)))
         recorder.nodes.let_go()
+        filled = filled_since(model, empty)
     nodes = recorder.nodes
     return Trace(
         nodes.graph,
@@ -115,4 +118,5 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
         nodes.kept_whole,
         nodes.written,
         nodes.reads_sizes,
+        filled,
     )

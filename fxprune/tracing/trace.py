@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from ..modules import tree
+from ..modules.filled import Empty
 from ..modules.inspecting import (
     computed_by_hook,
     modules_of,
@@ -66,6 +67,7 @@ class Trace:
     # is the model's affair.
     written: set[str] = field(default_factory=set)
     reads_sizes: bool = False  # whether code read one of a tensor that inputs have a part in
+    filled: Empty = field(default_factory=dict)  # attributes that the run put tensors in
     attention: str = "heads"  # how it is cut: whole heads, or slices of each ("head_dim")
     # Tensors of leaf modules as values of the algebra, as far as they have been asked for.
     members: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)

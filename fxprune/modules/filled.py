@@ -1,0 +1,34 @@
+"""What modules keep of one run for the next: tensors made of others (a table of biases, say), in
+attributes that were empty. They go by the widths that the run had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from . import tree
+from .inspecting import OF_TORCH, modules_of
+
+# By the path of a module and the name of an attribute, the type of what it is while it is empty.
+Empty = dict[tuple[str, str], Any]
+
+
+def empty_attributes(model: nn.Module) -> Empty:
+    """Those that hold nothing as yet."""
+    return {
+        (path, name): type(value)
+        for path, module in modules_of(model).items()
+        for name, value in vars(module).items()
+        if name not in OF_TORCH and (value is None or (type(value) in (dict, list) and not value))
+    }
+
+
+def filled_since(model: nn.Module, empty: Empty) -> Empty:
+    """Those of ``empty`` that hold tensors now."""
+    modules = modules_of(model)
+    return {
+        (path, name): kind
+        for (path, name), kind in empty.items()
+        if tree.tensors(vars(modules[path]).get(name))
+    }
