@@ -907,3 +907,15 @@ def test_an_outer_product_is_zero_where_a_factor_is():
               p=parameter(8), q=parameter(6), b=nn.Linear(6, 3))  # fmt: skip
     plan, small = check(net, rows())
     assert small.a.out_features == 4 and small.b.in_features == 3
+def test_a_convolution_of_one_channel_has_a_single_unit():
+    """As in efficient channel attention, where it slides over the channels of the others."""
+
+    def run(s, x):
+        y = s.a(x)
+        return s.b(y * s.one(y.mean((2, 3))[:, None]).mT[..., None])
+
+    one = nn.Conv1d(1, 1, 3, padding=1)
+    net = Net(run, a=nn.Conv2d(3, 8, 1), one=one, b=nn.Conv2d(8, 4, 1))
+    skipped = dict(fxprune.plan(net, image().float()).skipped)
+    assert skipped["one"] == "it has a single unit, and one has to stay"
+    assert skipped["a"].startswith("a convolution slides over them")

@@ -191,6 +191,9 @@ def _skipped(planner: Planner, result: PruningPlan) -> list[tuple[str, str]]:
                 (path, f"a hook computes its {hooked}, where a parametrization could be pruned")
             )
         elif not names & used:
-            skipped.append((path, "fxprune has no pattern for how its weight is used"))
+            reason = "fxprune has no pattern for how its weight is used"
+            if all(p.shape[:2].numel() == 1 for p in weights):  # no axis is made for one slice
+                reason = "it has a single unit, and one has to stay"
+            skipped.append((path, reason))
         skipped += [(path, whole[name]) for name in sorted(names & whole.keys())]
     return list(dict.fromkeys(skipped))
