@@ -122,8 +122,14 @@ def repeat(a, call):
 
 def new_repeat_interleave(call, new):
     x, times, dim = call.channels(), call.arg(1, "repeats"), call.arg(2, "dim")
-    alone = isinstance(times, int) and dim is not None and x.axis(dim) is None
-    return {(1, "repeats"): new.result[dim] // x.shape[dim]} if alone and x.shape[dim] else {}
+    if not isinstance(times, int) or dim is None:
+        return {}
+    found = {}
+    if x.axis(dim) is None and x.shape[dim]:
+        found[1, "repeats"] = new.result[dim] // x.shape[dim]
+    if call.arg(3, "output_size") is not None:  # a width like any other
+        found[3, "output_size"] = new.result[dim]
+    return found
 
 
 @register("repeat_interleave", resize=new_repeat_interleave)

@@ -236,3 +236,18 @@ def test_what_a_channel_says_beside_parts_that_the_unknown_call_s_other_argument
     net = Net(forward, a=nn.Linear(5, 12), b=b, o=nn.Linear(12, 5))
     _, small = check(net, torch.randn(2, 6, 5, dtype=torch.float64))
     assert (small.a.out_features, small.b.out_features, small.o.in_features) == (6, 6, 6)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_the_size_that_repeated_slices_come_to_is_a_width(parts):
+    def forward(s, x):
+        heads = s.heads(x).unflatten(1, (-1, 3))
+        keys = s.keys(x).unflatten(1, (-1, 2))
+        n = heads.shape[1]
+        keys = keys.repeat_interleave(n // keys.shape[1], dim=1, output_size=n)
+        return s.o((heads * keys.sum(2, keepdim=True)).flatten(1))
+
+    torch.manual_seed(0)
+    net = Net(forward, heads=nn.Linear(5, 24), keys=nn.Linear(5, 2 * parts), o=nn.Linear(24, 5))
+    plan, small = check(net, X)
+    assert small.o.in_features == (16 if parts == 1 else 12) and (parts == 1 or not plan.code)
