@@ -93,6 +93,8 @@ def apart(a, call, x, dim, parts, equal):
     axis = x.axis(dim)
     if axis is not None and equal and len(axis.dims) == 1:
         a.balance(axis, parts, call)
+    if axis is None:  # a part may even be empty: of tokens that no router sends to an expert
+        return tuple(Channels(shape, x.axes) for shape in call.shapes)
     ends, start = [], 0
     for shape in call.shapes:
         ends.append((start, start + shape[dim]))

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .oracle import check
+from .test_trace import Net
 
 EXPERTS = 3
 
@@ -59,3 +60,16 @@ def test_experts_and_their_stream_shrink(how):
         assert small.w1.shape == (EXPERTS, 4, 6) and small.w2.shape == (EXPERTS, 6, 4)
     else:
         assert all(up.out_features == 6 for up in small.up)
+
+
+def test_an_expert_that_is_sent_nothing_is_cut_like_the_others():
+    def forward(s, x):
+        y = s.a(x)
+        parts = y.split([4, 0, 2])
+        return s.out(torch.cat([F.linear(t, w) for t, w in zip(parts, s.experts, strict=True)]))
+
+    torch.manual_seed(0)
+    experts = nn.Parameter(torch.randn(3, 10, 8))
+    net = Net(forward, a=nn.Linear(5, 8), experts=experts, out=nn.Linear(10, 3))
+    _, small = check(net, torch.randn(6, 5, dtype=torch.float64))
+    assert small.experts.shape == (3, 5, 4)
