@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Size, nn
 
 from fxprune.rules.channels import Channels, remap
 from fxprune.rules.registry import register
+from fxprune.rules.shapes import reshape_groups
 
 
 def sizes_of(call, position=1, name="shape"):
@@ -47,8 +50,33 @@ def view(a, call):
     x = call.channels()
     if is_cast(call):
         return a.unknown(call)
+    laid_out_by_input(a, call, x)
     y = a.view(call, x, call.shape)
     return hold_literals(a, call, y, call.literal_sizes())
+
+
+def laid_out_by_input(a, call, x):
+    """Channels that another size of the input would put elsewhere: (b, h·w, c) as (b, c, h, w)."""
+    numbers, shape = given(call), call.shape
+    varies = [a.varies(number) for number in numbers]
+    for old, new in reshape_groups(x.shape, shape) if any(varies) or -1 in numbers else ():
+        taken = any(varies[d] for d in new)  # or it goes into the size that the code leaves open
+        other = {d for d in new if varies[d] or (numbers[d] == -1 and not taken)}
+        begins = {math.prod(shape[d] for d in new[i:]): i for i in reversed(range(len(new) + 1))}
+        for axis in x.touching(old) if other else ():
+            if axis.blank or len(axis.dims) > 1:
+                continue
+            low = math.prod(x.shape[d] for d in old if d > axis.dims[0])
+            high = low * x.shape[axis.dims[0]]
+            top, end = begins.get(high), begins.get(low)
+            if top is not None and end is not None:  # cut in parts, each of which has its place
+                continue
+            if not all(
+                (top is not None and other.isdisjoint(new[top:cut]))
+                or (end is not None and other.isdisjoint(new[cut:end]))
+                for size, cut in begins.items() if low < size < high
+            ):  # fmt: skip
+                a.freeze(axis, f"{call.name} lays them out by sizes of the input", call)
 
 
 def hold_literals(a, call, y, literal):

@@ -339,3 +339,42 @@ def test_positions_that_are_used_otherwise_too_are_not_written_anew(beside):
     net.register_buffer("i", torch.tensor([5, 0, 2, 7]))
     plan, _ = check(net, drawn(8, 3), shrinks=False)
     assert dict(plan.skipped)["b"] == "i is used for something else, too"
+
+
+def scrambled(h):
+    n, c, height, width = h.shape
+    return h.flatten(2).transpose(1, 2).reshape(n, c, height, width)
+
+
+def scrambled_for_an_open_size(h):
+    n, c, height, width = h.shape
+    return h.flatten(2).transpose(1, 2).reshape(n, c, -1).view(n, c, height, width)
+
+
+def in_groups(h):
+    n, c, height, width = h.shape
+    return (h.view(n, 2, -1) * 2).view(n, c, height, width)
+
+
+def in_pairs(h):
+    n, c, height, width = h.shape
+    h = h.permute(2, 3, 0, 1).reshape(height * width, n * (c // 4), -1) * 2
+    return h.view(height, width, n, c).permute(2, 3, 0, 1)
+
+
+@pytest.mark.parametrize("view, kept", [
+    (scrambled, 8), (scrambled_for_an_open_size, 8), (in_groups, 4), (in_pairs, 4),
+], ids=lambda v: getattr(v, "__name__", ""))  # fmt: skip
+def test_channels_that_a_view_puts_elsewhere_in_another_image_stay(view, kept):
+    def forward(s, x):
+        h = torch.sigmoid(s.a(x))
+        return s.b(h + view(h))
+
+    net = Net(forward, a=nn.Conv2d(3, 8, 1), b=nn.Conv2d(8, 2, 1))
+    x = drawn(2, 3, 2, 2)
+    plan, small = check(net, x, shrinks=kept < 8)
+    assert small.a.out_channels == kept, plan
+    other = drawn(3, 3, 4, 3)
+    assert difference(run(plan.mask(net), other), run(small, other)) < 1e-9
+    if kept == 8:
+        assert "by sizes of the input" in dict(plan.skipped)["a"]
