@@ -226,3 +226,45 @@ def test_what_goes_into_a_condition_that_is_an_op_stays():
     plan, small = check(net, torch.randn(3, 4, dtype=torch.float64))
     assert (small.a.out_features, small.b.out_features) == (12, 4)
     assert "cond" in dict(plan.skipped)["a"]
+
+
+class Beneath(torch.autograd.Function):
+    """As reversible layers do it, to save memory."""
+
+    @staticmethod
+    def forward(ctx, x, block):
+        return torch.from_numpy(block(x).numpy().cumsum(-1))
+
+
+def test_layers_that_run_beneath_a_call_that_nobody_knows_are_not_said_not_to_run():
+    def forward(s, x):
+        return s.c(s.b(Beneath.apply(s.a(x), s.block)))
+
+    block = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
+    net = Net(forward, a=nn.Linear(6, 8), block=block, b=nn.Linear(8, 8), c=nn.Linear(8, 3))
+    plan, small = check(net, torch.randn(2, 6, dtype=torch.float64))
+    reasons = dict(plan.skipped)
+    assert "runs beneath Beneath" in reasons["block.0"] and "runs beneath" in reasons["block.2"]
+    assert small.c.in_features == 4
+
+
+class Quantised(nn.Linear):
+    """A layer that trains with its weights as they will be: rounded."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("scale", torch.full((sizes[1],), 0.01))
+        self.register_buffer("zero", torch.zeros(sizes[1], dtype=torch.int32))
+
+    def forward(self, x):
+        w = torch.fake_quantize_per_channel_affine(
+            self.weight, self.scale.float(), self.zero, 0, -128, 127
+        )
+        return nn.functional.linear(x, w, self.bias)
+
+
+def test_weights_that_their_own_layers_code_puts_into_an_unknown_call_are_named():
+    net = nn.Sequential(Quantised(6, 8), nn.ReLU(), Quantised(8, 3))
+    plan, small = check(net, torch.randn(2, 6, dtype=torch.float64), shrinks=False)
+    assert "goes into fake_quantize" in dict(plan.skipped)["0.weight"]
+    assert "goes into fake_quantize" in dict(plan.skipped)["2.weight"]

@@ -182,10 +182,16 @@ def _skipped(planner: Planner, result: PruningPlan) -> list[tuple[str, str]]:
                 if name in read:
                     reason = "fxprune has no pattern for how its weight is used"
                 skipped.append((name, reason))
+            uncut = sorted(names & whole.keys() - result.kept.keys() - known)
+            skipped += [(name, whole[name]) for name in uncut]
             continue
         hooked = planner.trace.computed_by_hook(path)
         if path not in planner.trace.called and not names & used:
-            skipped.append((path, "it is not called on the example input"))
+            reason = "it is not called on the example input"
+            if path in planner.trace.within:
+                call = node_name(planner.trace.within[path])
+                reason = f"it runs beneath {call}, which fxprune has no pattern for"
+            skipped.append((path, reason))
         elif hooked and path in planner.trace.called:
             skipped.append(
                 (path, f"a hook computes its {hooked}, where a parametrization could be pruned")

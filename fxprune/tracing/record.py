@@ -119,4 +119,5 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
         nodes.written,
         nodes.reads_sizes,
         filled,
+        recorder.within,
     )

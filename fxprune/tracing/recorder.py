@@ -61,6 +61,8 @@ class Recorder(TorchFunctionMode):
         self.calls: list[ModuleCall] = []
         self._contexts: list[tuple[Any, ...]] = []  # those that each call began under
         self.called: set[str] = set()
+        self.within: dict[str, fx.Node] = {}  # modules that run beneath a call that is one node
+        self._covered: list[str] = []  # those of the call at work
         self.paths: dict[int, str] = {}
         for path, m in modules.items():
             self.paths.setdefault(id(m), path)
@@ -108,6 +110,8 @@ class Recorder(TorchFunctionMode):
     def module(self, original: Callable, m: nn.Module, args: Any, kwargs: Any) -> Any:
         path = self.paths.get(id(m))
         if path is None or self._not_the_models():
+            if path is not None and self._suspended:
+                self._covered.append(path)
             return original(m, *args, **kwargs)
         self.called.add(path)
         if self._goes_by_its_name(m):
@@ -324,6 +328,7 @@ class Recorder(TorchFunctionMode):
         before = [(t, t._version) for t in tree.tensors((args, kwargs)) if not t.is_inference()]
         inputs = (self.nodes.argument(args), self.nodes.argument(kwargs))
         beneath = None
+        self._covered = []
         if known:
             value = run(*args, **kwargs)
         else:
@@ -347,6 +352,7 @@ class Recorder(TorchFunctionMode):
         if torch.is_grad_enabled():  # the model's own code has seen to it: nobody else has
             node.meta["grad"] = True
         if beneath is not None:
+            self.within = dict.fromkeys(self._covered, node) | self.within
             node.meta["aten"] = beneath.finish(value)
             if not changed and not followed(node.meta["aten"]):
                 node.meta["pattern"] = self._probed(node, run, args, kwargs, value)

@@ -68,6 +68,8 @@ class Trace:
     written: set[str] = field(default_factory=set)
     reads_sizes: bool = False  # whether code read one of a tensor that inputs have a part in
     filled: Empty = field(default_factory=dict)  # attributes that the run put tensors in
+    # Paths of modules that ran beneath a call that nobody has a pattern for.
+    within: dict[str, fx.Node] = field(default_factory=dict)
     attention: str = "heads"  # how it is cut: whole heads, or slices of each ("head_dim")
     # Tensors of leaf modules as values of the algebra, as far as they have been asked for.
     members: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)
