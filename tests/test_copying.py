@@ -407,3 +407,31 @@ def test_a_copy_is_in_the_mode_of_the_model(mode):
     small = fxprune.prune(net, torch.randn(2, 3, 8, 8))
     assert small[0][0].out_channels == 4
     assert {module.training for module in small.modules()} == {mode}
+
+
+class Shelf(nn.Module):
+    """A dictionary of buffers."""
+
+    def __init__(self, **tensors):
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+    def __getitem__(self, name):
+        return self._buffers[name]
+
+
+class Reading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shelf = Shelf(scale=torch.rand(8) + 1)
+        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.c(torch.sigmoid(self.b(torch.sigmoid(self.a(x)) * self.shelf["scale"])))
+
+
+def test_a_tensor_that_is_read_past_its_name_stays_whole():
+    plan, small = check(Reading(), torch.randn(2, 4, dtype=torch.float64))
+    assert small.a.out_features == 8 and small.b.out_features == 4
+    assert "past its name" in dict(plan.skipped)["a"]

@@ -175,5 +175,16 @@ def methods_of_forward(cls: type) -> tuple[FunctionType, ...]:
     return tuple(found.values())
 
 
+@functools.lru_cache(maxsize=512)
+def reads_past_names(cls: Any) -> bool:
+    """Whether the same code, or what a dictionary of tensors is read by, goes to where modules hold
+    their tensors: a parametrization takes its own out of there."""
+    read_by = [getattr(cls, name, None) for name in ("__getitem__", "get", "values", "items")]
+    codes = [*codes_of_forward(cls), *(f.__code__ for f in read_by if inspect.isfunction(f))]
+    return package_of(cls) != "torch" and any(
+        not {"_parameters", "_buffers"}.isdisjoint(code.co_names) for code in codes
+    )
+
+
 def _called_in(code: CodeType) -> list[str]:
     return [name for name in code.co_names if not name.lstrip("_").startswith("check")]

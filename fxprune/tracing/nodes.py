@@ -25,7 +25,7 @@ from ..modules import tree
 from ..modules.frames import frame_of_model, where
 from ..modules.holding import kept_besides
 from ..modules.inspecting import named_tensors, read_attribute
-from ..modules.near import registered_by_forward
+from ..modules.near import reads_past_names, registered_by_forward
 from ..modules.source import place_of, reads_behind
 from ..modules.tensor_attributes import fixed_tensors
 from ..rules import sizes
@@ -353,6 +353,13 @@ class Nodes:
                 self.kept_whole.append(
                     (node, f"it is also kept in {place}, which no mask reaches", "")
                 )
+        for module in self._modules.values() if read else ():
+            kind = type(module)
+            for t in (*module._parameters.values(), *module._buffers.values()):
+                node = read.get(self.named.get(id(t), ""))
+                if node is not None and reads_past_names(kind):
+                    reason = f"{kind.__name__} reads it past its name, where no mask reaches"
+                    self.kept_whole.append((node, reason, ""))
 
     def let_go(self) -> None:
         """Of objects that modules only hand on, such as a cache of keys and values."""
