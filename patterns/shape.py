@@ -64,7 +64,8 @@ def laid_out_by_input(a, call, x):
         other = {d for d in new if varies[d] or (numbers[d] == -1 and not taken)}
         begins = {math.prod(shape[d] for d in new[i:]): i for i in reversed(range(len(new) + 1))}
         for axis in x.touching(old) if other else ():
-            if axis.blank or len(axis.dims) > 1:
+            joined = axis.units.unique().numel() < axis.units.numel()  # with positions, already
+            if axis.blank or joined or len(axis.dims) > 1:
                 continue
             low = math.prod(x.shape[d] for d in old if d > axis.dims[0])
             high = low * x.shape[axis.dims[0]]

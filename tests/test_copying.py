@@ -424,11 +424,12 @@ class Shelf(nn.Module):
 class Reading(nn.Module):
     def __init__(self):
         super().__init__()
-        self.shelf = Shelf(scale=torch.rand(8) + 1)
+        self.shelf = Shelf(weight=torch.randn(8, 8))
         self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
 
     def forward(self, x):
-        return self.c(torch.sigmoid(self.b(torch.sigmoid(self.a(x)) * self.shelf["scale"])))
+        h = F.linear(torch.sigmoid(self.a(x)), self.shelf["weight"])
+        return self.c(torch.sigmoid(self.b(torch.sigmoid(h))))
 
 
 def test_a_tensor_that_is_read_past_its_name_stays_whole():
