@@ -106,3 +106,17 @@ def test_compact_compares_such_a_model_in_the_same_way():
         model.a.weight[:3] = 0
     with pytest.warns(fxprune.PruningWarning, match="draws random numbers as it runs"):
         assert fxprune.compact(model, X).a.out_features == 5
+
+
+def noise_from_zero_to_one(s, x):
+    y = F.silu(s.a(x))
+    noise = torch.rand_like(y)
+    noise = noise - noise.min()
+    return s.b(y * (noise / noise.max()))
+
+
+def test_draws_that_cannot_be_one_number_are_named_where_nothing_can_be_compared():
+    with pytest.raises(fxprune.ProofError, match=r"draws random numbers.*verify=False"):
+        fxprune.prune(net(noise_from_zero_to_one), X)
+    small = fxprune.prune(net(noise_from_zero_to_one), X, verify=False)
+    assert small.a.out_features == 4

@@ -68,7 +68,7 @@ def wrong(problem):
     ("parallel", "model.module"), ("scripted", "scripted from"), ("scripted part", "'0'.*scripted"),
     ("quantized", "'0'.*prune first, then quantize"), ("compiled", "_orig_mod"),
     ("compiled part", "'0'.*model.0._orig_mod in its place"), ("fake", "outside of the Fake"),
-    ("lazy", "run the model once"), ("meta", "meta device.*hooks"),
+    ("lazy", "run the model once"), ("meta", r"meta device.*hooks"),
 ])  # fmt: skip
 def test_models_that_cannot_be_pruned_are_refused_with_what_to_do(problem, said):
     with pytest.raises(fxprune.ModelError, match=said):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import warn
+from ..errors import ProofError, warn
 
 # Ops that do nothing but draw numbers.
 _DRAWS = ("rand", "randn", "rand_like", "randn_like", "normal", "uniform", "exponential",
@@ -72,7 +72,16 @@ def settled_error(model: nn.Module, compared: Callable[[], float], allowed: floa
     drawn, error = False, 0.0
     for level in LEVELS:
         with Settled(level) as mode:
-            error = max(error, compared())
+            try:
+                error = max(error, compared())
+            except ProofError as failed:
+                if not mode.drawn:
+                    raise
+                raise ProofError(
+                    f"{type(model).__name__} draws random numbers as it runs, for each channel: "
+                    "the pruned model draws others. With one number in place of all they cannot be "
+                    f"compared, either: {failed}"
+                ) from failed
         drawn = drawn or mode.drawn
     if not drawn or not error <= allowed:
         return None
