@@ -369,6 +369,8 @@ def test_a_module_without_a_truth_value_is_copied():
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), NeitherTrueNorFalse(8, 8), nn.Linear(8, 2))
     plan, small = check(net, torch.randn(2, 4, dtype=torch.float64))
     assert small[2].weight.shape == (4, 4)
+
+
 class Handles(nn.Module):
     """Keeps the handle of a hook of one of its layers."""
 

@@ -891,6 +891,8 @@ def test_how_often_may_be_told_by_a_tensor(repeated):
               head=nn.Linear(8, 3))  # fmt: skip
     plan, small = check(net, ({"x": rows(), "n": torch.tensor(2)},), shrinks=False)
     assert small.a.out_features in (4, 8)
+
+
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 def test_gates_of_a_single_unit_take_constants_each_its_own(kind):
     def forward(s, x):
@@ -907,6 +909,8 @@ def test_an_outer_product_is_zero_where_a_factor_is():
               p=parameter(8), q=parameter(6), b=nn.Linear(6, 3))  # fmt: skip
     plan, small = check(net, rows())
     assert small.a.out_features == 4 and small.b.in_features == 3
+
+
 def test_a_convolution_of_one_channel_has_a_single_unit():
     """As in efficient channel attention, where it slides over the channels of the others."""
 
