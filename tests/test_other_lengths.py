@@ -290,8 +290,8 @@ def test_a_graph_asks_for_the_lengths_that_a_number_is_made_of_unseen(case):
                 run(graph, ({"x": x},))
 
 
-@pytest.mark.parametrize("wrong", [lambda y, x: y * (1 + (x.shape[1] != 6)), lambda y, x: y[5]])
-def test_the_proof_looks_at_other_lengths_where_code_is_new(wrong):
+@pytest.mark.parametrize("wrong", [lambda y, x: y * len(x), lambda y, x: y[6]])
+def test_the_proof_looks_at_another_batch_where_code_is_new(wrong):
     def forward(self, x):
         return self.b(self.halves(x))
 
@@ -301,7 +301,19 @@ def test_the_proof_looks_at_other_lengths_where_code_is_new(wrong):
     assert plan.code and prove(plan, model, small, sequences(6, 6)) < 1e-9
     right = type(small).forward
     type(small).forward = lambda self, x: (
-        wrong(right(self, x), x) if x.shape != (6, 6, 7) else right(self, x)
+        wrong(right(self, x), x) if len(x) != 6 else right(self, x)
     )
-    with pytest.raises(fxprune.ProofError, match="other lengths than those of the example"):
+    with pytest.raises(fxprune.ProofError, match="on another batch than that of the example"):
         prove(plan, model, small, sequences(6, 6))
+
+
+@pytest.mark.parametrize("halves", [
+    lambda self, x: torch.sigmoid(self.a(x)).view(2, 8, -1).flatten(1).view(-1, 6, 8),  # its batch
+    lambda self, x: (h := torch.sigmoid(self.a(x)).view(-1, 6, 2, 4).flatten(2)) - h.mean(0),
+])  # fmt: skip
+def test_a_batch_that_makes_another_result_of_a_sample_proves_nothing(halves):
+    def forward(self, x):
+        return self.b(halves(self, x))
+
+    model = awake(type("Net", (Base,), {"forward": forward})())
+    fxprune.prune(model, sequences(2, 6))
