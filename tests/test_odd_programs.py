@@ -923,3 +923,20 @@ def test_a_convolution_of_one_channel_has_a_single_unit():
     skipped = dict(fxprune.plan(net, image().float()).skipped)
     assert skipped["one"] == "it has a single unit, and one has to stay"
     assert skipped["a"].startswith("a convolution slides over them")
+
+
+def test_a_group_that_is_left_to_its_carriers_is_left_whole_biases_too():
+    def forward(s, x):
+        a, b = s.a(x).chunk(2, 1)
+        a, b = torch.cat([s.m(b), a], 1).chunk(2, 1)
+        y = torch.stack([F.leaky_relu(a, 0.1), s.n(b)], 2).flatten(1, 2)
+        return s.b(F.linear(F.gelu(y).movedim(1, -1), s.made(s.w).view(6, 4)))
+
+    torch.manual_seed(0)
+    net = Net(forward, a=nn.Conv2d(3, 4, 1), m=nn.Conv2d(2, 2, 3, padding=1),
+              n=nn.Conv2d(2, 2, 3, padding=1, bias=False), w=parameter(3),
+              made=nn.Linear(3, 24), b=nn.Linear(6, 3))  # fmt: skip
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    check(net, x)
+    plan = fxprune.plan(net, x, exact=True)
+    assert "exact=True would keep each of its masked channels" in str(plan)

@@ -280,8 +280,11 @@ class Planner:
         return stays
 
     def _explain_whole(self) -> None:
-        """Of groups that are asked for nothing, though others are."""
+        """Of groups that are asked for nothing, though others are, or left to carriers."""
         for group in self.groups:
+            stays = self._stays(group)
+            if stays is not None and not stays.all() and not self.removed[group.units].any():
+                group.frozen = "exact=True would keep each of its masked channels"
             if group.frozen is not None or self.asked.get(id(group), 1.0) > 0:
                 continue
             contender = self._contender(group)
@@ -405,7 +408,7 @@ class Planner:
         for group in self.groups:
             units = group.units
             if self.removed[units].any() and not (self.removed & ~self.carriers)[units].any():
-                self.removed[units] = False
+                self.removed[units] = self.silent[units] = False
                 spared = True
         return spared
 
