@@ -229,3 +229,36 @@ def test_a_model_that_does_the_same_in_training_mode_is_not_run_there(monkeypatc
     net = nn.Sequential(Dropping(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), nn.Conv2d(8, 5, 3))
     monkeypatch.setattr("fxprune.tracing.runs.record", runs)
     assert fxprune.plan(awake(net), images()).apply(net)[1].in_channels == 4
+
+
+class Paths(nn.Module):
+    """Gives back what it gets in eval mode; ``factor`` is what training mode multiplies it with."""
+
+    def __init__(self, factor, width):
+        super().__init__()
+        self.factor, self.width, self.p = factor, width, 0.5
+
+    def forward(self, x):
+        return x * getattr(self, self.factor)(x) if self.training else x
+
+    def paths(self, x):
+        return torch.bernoulli(torch.full((len(x), 1, 1, 1), self.p, dtype=x.dtype))
+
+    def channels(self, x):
+        return torch.randn(1, self.width, 1, 1, dtype=x.dtype)
+
+
+@pytest.mark.parametrize(("factor", "width", "runs"), [
+    ("paths", None, False), ("paths", 8, True), ("channels", 8, True),
+])  # fmt: skip
+def test_what_drops_paths_costs_no_run_unless_it_holds_a_width(factor, width, runs, monkeypatch):
+    made = []
+    record = fxprune.tracing.runs.record
+    monkeypatch.setattr(
+        "fxprune.tracing.runs.record", lambda *a, **k: made.append(k) or record(*a, **k)
+    )
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), Paths(factor, width), nn.Conv2d(8, 5, 3))
+    small = fxprune.plan(awake(net), images()).apply(net)
+    assert bool(made) == runs
+    assert small[0].out_channels == (8 if factor == "channels" else 4)
+    small.train()(images()).sum().backward()

@@ -78,6 +78,11 @@ def codes_near(module: nn.Module) -> Iterator[CodeType]:
     return near(module, _codes_of, codes)
 
 
+def constants_near(module: nn.Module) -> Iterator[Any]:
+    """Those in all that code."""
+    return (value for code in codes_near(module) for value in code.co_consts)
+
+
 @functools.lru_cache(maxsize=512)
 def _codes_of(cls: type) -> tuple[CodeType, ...]:
     return tuple(dict.fromkeys(c for f in functions_of(cls) for c in within(f.__code__)))

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from types import CodeType
 from typing import Any
 
 import numpy as np
 from torch import fx, nn
 
 from ..modules.inspecting import named_tensors
-from ..modules.near import codes_of_forward, names_in, package_of
+from ..modules.near import codes_of_forward, constants_near, names_in, package_of
 from ..rules.channels import SourceAxis
 from ..tracing import fusions
 from ..tracing.comparing import differing
 from ..tracing.flags import chooses_numbers, hands_mode_on, may_read_mode
 from ..tracing.runs import OtherRuns
-from ..tracing.trace import Trace, uses_of
+from ..tracing.trace import ModuleCall, Trace, uses_of
 from .discover import Stays, discover
 from .groups import note_for
 from .relations import Relations
@@ -58,7 +59,8 @@ class InTraining:
         None where nobody is to be asked."""
         trace, modules = self._trace, dict.fromkeys(self._trace.modules.values())
         left = _unused(trace) if any(map(may_read_mode, modules)) else set()
-        training = self.others.training if left or any(map(_goes_by_mode, modules)) else None
+        others = {trace.modules[call.path] for call in trace.calls if not _only_drops(trace, call)}
+        training = self.others.training if left or any(map(_goes_by_mode, others)) else None
         if training is None:
             return set(), None
         # Some are used in neither mode: what they meet goes nowhere.
@@ -129,6 +131,25 @@ def _shared(
     """Axes of training mode, with the classes of their slices in eval mode and there."""
     for mine, axis in both(relations, there):
         yield axis, relations.of(mine).reshape(-1), there.of(axis).reshape(-1)
+
+
+def _only_drops(trace: Trace, call: ModuleCall) -> bool:
+    """Whether a module gives back in eval mode what it gets, and holds no number that could be a
+    width: what it does in training mode (drop a path, most of all) it does to any."""
+    module = trace.modules[call.path]
+    if not isinstance(call.output, fx.Node) or call.output not in call.inputs():
+        return False
+    own = (value for key, value in vars(module).items() if key[:1] != "_")
+    return not any(map(_may_be_width, (*own, *constants_near(module))))
+
+
+def _may_be_width(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_may_be_width, value))
+    return type(value) not in _NO_WIDTHS and not (isinstance(value, int) and abs(value) <= 1)
+
+
+_NO_WIDTHS = (bool, float, str, type(None), CodeType)
 
 
 def _goes_by_mode(module: nn.Module) -> bool:
