@@ -59,8 +59,8 @@ class InTraining:
         None where nobody is to be asked."""
         trace, modules = self._trace, dict.fromkeys(self._trace.modules.values())
         left = _unused(trace) if any(map(may_read_mode, modules)) else set()
-        others = {trace.modules[call.path] for call in trace.calls if not _only_drops(trace, call)}
-        training = self.others.training if left or any(map(_goes_by_mode, others)) else None
+        does = {trace.modules[call.path] for call in trace.calls if not _only_drops(trace, call)}
+        training = self.others.training if left or any(map(_goes_by_mode, does)) else None
         if training is None:
             return set(), None
         # Some are used in neither mode: what they meet goes nowhere.
