@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import InputError, ModelError
+from ..errors import PruningError
 from ..modules.other_lengths import at_other_lengths
 from .record import record
 from .trace import Trace
@@ -35,5 +35,5 @@ class OtherRuns:
     def _run(self, example: Any, *, training: bool = False) -> Trace | None:
         try:
             return record(self._model, example, self._only, training=training)
-        except (InputError, ModelError):  # it does not run so, or cannot be recorded
+        except PruningError:  # code of an earlier pruning refuses other lengths by this one
             return None
