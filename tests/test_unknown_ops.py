@@ -71,15 +71,6 @@ def test_an_elementwise_op_with_two_results_is_followed():
     assert small.a.out_features == 4
 
 
-def test_transformed_functions_are_refused_with_their_line():
-    def forward(s, x):
-        return s.b(torch.vmap(torch.sigmoid)(s.a(x)))
-
-    net = Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 3))
-    with pytest.raises(fxprune.ModelError, match=r"vmap.*test_unknown_ops"):
-        fxprune.plan(net, torch.randn(2, 6))
-
-
 @torch.library.custom_op("fxprune_tests::bend", mutates_args=())
 def bend(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x.sin() * y + 1

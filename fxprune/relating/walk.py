@@ -20,6 +20,7 @@ from ..rules.channels import Axis, Channels
 from ..rules.spec import TOLD, Spec
 from ..tracing.aten import followed, is_pointwise, ops_of
 from ..tracing.trace import after_write, is_size
+from ..tracing.transforms import Transform
 from .algebra import Algebra
 
 IS_OUTPUT = "it is an output of the model"
@@ -107,8 +108,9 @@ class Walk(Algebra):
         if beneath is not None:
             ops = ops_of(beneath)
             if followed(beneath):
-                one = len(ops) == 1 and is_pointwise(ops[0].target)
-                return self._pointwise(call) if one else self._walk(beneath)
+                alone = len(ops) == 1 and is_pointwise(ops[0].target)
+                alone = alone and not isinstance(call.node.target, Transform)  # it is the function
+                return self._pointwise(call) if alone else self._walk(beneath)
         elif is_pointwise(call.node.target):
             return self._pointwise(call)
         return self.unknown(call)

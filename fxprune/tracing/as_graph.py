@@ -15,6 +15,7 @@ from .lengths import lengths_that_count
 from .modes import flags_of
 from .record import record
 from .runs import OtherRuns
+from .transforms import check_runs
 
 
 def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
@@ -44,6 +45,7 @@ def trace(model: nn.Module, example_input: Any) -> fx.GraphModule:
                     f"{type(model).__name__} takes a {node.meta['object']} with tensors in it, "
                     "which a graph cannot read. Pass tensors, or do without a graph"
                 )
+        check_runs(recorded.graph)
         others = OtherRuns(model, example_input)
         lengths = set(lengths_that_count(recorded, others))
         for node, flags in flags_of(recorded, others).items():

@@ -47,14 +47,21 @@ def followed(graph: fx.Graph) -> bool:
 
 
 class AtenRecorder(TorchDispatchMode):
-    """The aten ops beneath one call, as a small graph of their own."""
+    """The aten ops beneath one call, as a small graph of their own.
+
+    Args:
+        asks_more: the call may read tensors of the run that it is not given (``besides``).
+    """
 
     supports_higher_order_operators = True  # such as ``torch.cond``: ops that nobody can follow
 
-    def __init__(self, outer: Nodes, inputs: list[tuple[torch.Tensor, int]]) -> None:
+    def __init__(
+        self, outer: Nodes, inputs: list[tuple[torch.Tensor, int]], *, asks_more: bool = False
+    ) -> None:
         super().__init__()
-        self._outer = outer
+        self._outer, self._asks_more = outer, asks_more
         self.graph = fx.Graph()
+        self.besides: list[fx.Node] = []
         self._nodes: dict[int, tuple[fx.Node, tuple[Any, ...]]] = {}
         self._alive: list[Any] = []  # ids stay valid for the length of the call
         for t, _ in inputs:
@@ -84,11 +91,7 @@ class AtenRecorder(TorchDispatchMode):
     def _argument(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if id(value) not in self._nodes:
-                named = self._outer.named.get(id(value))
-                name = named or "constant"
-                node = self.graph.create_node("get_attr", name)
-                node.meta["spec"], node.meta["constant"] = spec(value), named is None
-                self._learn(value, node, ())
+                self._learn(value, self._not_given(value), ())
             node, path = self._nodes[id(value)]
             item = node.meta["spec"]
             for key in path:
@@ -101,6 +104,20 @@ class AtenRecorder(TorchDispatchMode):
         if isinstance(value, sizes.OWN):
             return sizes.plain(value)
         return value if type(value) in BASIC else None
+
+    def _not_given(self, value: torch.Tensor) -> fx.Node:
+        named = self._outer.named.get(id(value))
+        known = self._outer.knows(value)
+        if self._asks_more and (named or known):
+            self.besides.append(self._outer.tensor(value))
+        if self._asks_more and known:
+            node = self.graph.placeholder("besides")
+            node.meta["outer"] = self.besides[-1]
+        else:
+            node = self.graph.create_node("get_attr", named or "constant")
+            node.meta["constant"] = named is None
+        node.meta["spec"] = spec(value)
+        return node
 
     def finish(self, value: Any) -> fx.Graph:
         self.graph.output(self._argument(value))

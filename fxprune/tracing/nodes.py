@@ -244,11 +244,13 @@ class Nodes:
         finally:
             self._way = ""
 
-    def tensor(self, value: torch.Tensor) -> fx.Node:
+    def knows(self, value: torch.Tensor) -> bool:
+        """Whether a recorded call has returned it, or it is an input."""
         known = self._known.get(id(value))
-        if known is None or known[0]() is not value:
-            return self._unknown(value)
-        return self._at(*known[1:])
+        return known is not None and known[0]() is value
+
+    def tensor(self, value: torch.Tensor) -> fx.Node:
+        return self._at(*self._known[id(value)][1:]) if self.knows(value) else self._unknown(value)
 
     def _at(self, node: fx.Node, path: tuple[Any, ...]) -> fx.Node:
         """The node of what lies at ``path`` in the result of ``node``."""

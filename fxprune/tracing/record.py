@@ -19,6 +19,7 @@ from .intercepting import autograd_functions, calls_of, told, uncompiled, variab
 from .old_types import recorded_types
 from .recorder import Recorder
 from .trace import Trace
+from .transforms import TRANSFORMS
 
 
 def record(
@@ -89,6 +90,7 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
         variables(recorder.wrapped),
         uncompiled(),
         told((*python_functions(), *autograd_functions()), recorder.python_call),
+        told(TRANSFORMS, recorder.transform),
     ):
         args, kwargs = bind_inputs(example_input)
         recorder.nodes.placeholders(args, kwargs)

@@ -40,6 +40,7 @@ from .aten import AtenRecorder, followed
 from .intercepting import entered, is_python_of_torch, scripted_from
 from .nodes import Nodes
 from .trace import ModuleCall, set_item
+from .transforms import RUNS_A_FUNCTION, Inside, Transform
 from .unrecorded import HAS_HOOKS, OWN_CONTEXT, READ_PAST_SIZES, Kept, contexts, odd_container
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
@@ -72,6 +73,7 @@ class Recorder(TorchFunctionMode):
         self._thread = threading.get_ident()  # in which the model runs; others are none of its own
         self._suspended = False
         self._inside_torch = False
+        self._transforming = False
         self._probes: dict[Any, Pattern | None] = {}
 
     @contextlib.contextmanager
@@ -83,7 +85,8 @@ class Recorder(TorchFunctionMode):
                 return
             if function is hash and not is_model_code(sys._getframe(2)):
                 return
-            if self.nodes.running and not self._suspended and not self._inside_torch:
+            covered = self._suspended and not self._transforming
+            if self.nodes.running and not covered and not self._inside_torch:
                 operands = tuple(map(self.nodes.own, operands))
                 frame = frame_of_model()
                 question = sizes.Question(
@@ -196,6 +199,30 @@ class Recorder(TorchFunctionMode):
         with _Paused(self):
             return self._record("call_function", function, run, args, kwargs, known=known)
 
+    def transform(self, function: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """``torch.vmap`` and the like, which PyTorch does not tell of as a whole."""
+        if self._not_the_models():
+            return run(*args, **kwargs)
+        self._unsaid(RUNS_A_FUNCTION)
+        inside = Inside()
+        self._transforming = True
+        try:
+            with _Paused(self):
+                value = self._record(
+                    "call_function", Transform(function), run, args, kwargs, inside=inside
+                )
+        finally:
+            self._transforming = False
+        for number in inside.numbers:
+            self._goes_by(self.nodes.own(number))
+        return value
+
+    def _goes_by(self, number: Any) -> None:
+        """A size of which somebody makes a plain number unseen."""
+        for i in self.nodes.running[-1:]:
+            question = sizes.Question(int, (number,), int(number), where())
+            self.calls[i].questions.append(question)
+
     def wrapped(self, value: torch.Tensor, variable: torch.Tensor) -> None:
         """What a variable wraps is what it is."""
         if not self._not_the_models():
@@ -298,9 +325,7 @@ class Recorder(TorchFunctionMode):
         """``len(x)``, which Python makes a plain number."""
         value = func(*args)
         if self.nodes.running:
-            size = sizes.traced(value, sizes.Dimension(self._sized(args[0]), 0))
-            question = sizes.Question(int, (size,), value, where())
-            self.calls[self.nodes.running[-1]].questions.append(question)
+            self._goes_by(sizes.traced(value, sizes.Dimension(self._sized(args[0]), 0)))
         return value
 
     def _record_property(self, func: Any, args: Any) -> Any:
@@ -318,8 +343,9 @@ class Recorder(TorchFunctionMode):
         return value
 
     def _record(
-        self, kind: str, target: Any, run: Callable, args: Any, kwargs: Any, *, known: bool
-    ) -> Any:
+        self, kind: str, target: Any, run: Callable, args: Any, kwargs: Any,
+        *, known: bool = False, inside: Inside | None = None,
+    ) -> Any:  # fmt: skip
         """Run one call and write it as a node; without a pattern, with the aten ops beneath it."""
         self._notice_contexts()
         setitem = op_name(target) == "setitem"
@@ -332,9 +358,11 @@ class Recorder(TorchFunctionMode):
         if known:
             value = run(*args, **kwargs)
         else:
-            beneath = AtenRecorder(self.nodes, before)
-            with beneath:
+            beneath = AtenRecorder(self.nodes, before, asks_more=inside is not None)
+            with beneath, inside or contextlib.nullcontext():
                 value = run(*args, **kwargs)
+            if beneath.besides:
+                inputs[1]["besides"] = tuple(beneath.besides)
         strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
         cast = strided and args and value is args[0] and op_name(target) in _CASTS
         if cast and id(value) not in self.nodes.named and not torch.is_grad_enabled():
@@ -353,8 +381,10 @@ class Recorder(TorchFunctionMode):
             node.meta["grad"] = True
         if beneath is not None:
             self.within = dict.fromkeys(self._covered, node) | self.within
-            node.meta["aten"] = beneath.finish(value)
-            if not changed and not followed(node.meta["aten"]):
+            ops = beneath.finish(value)
+            if inside is None or not inside.reads_sizes:
+                node.meta["aten"] = ops
+            if not changed and not beneath.besides and not followed(ops):
                 node.meta["pattern"] = self._probed(node, run, args, kwargs, value)
         result = args[0] if setitem else value
         self.nodes.learn(result, node, ())
