@@ -192,6 +192,62 @@ def test_so_does_one_that_a_forward_of_the_instance_sets():
     assert "fixed width" in dict(fxprune.plan(model, X).skipped)["embed"]
 
 
+class Around(nn.Module):
+    """Another module's code has the table to set, or something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Positions()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class NameHandedOn(Around):
+    def forward(self, x):
+        if x.shape[1] > len(self.inner.positions):
+            self.set(self.inner, "positions", table(x.shape[1]))
+        return self.inner(x)
+
+    def set(self, module, name, value):
+        setattr(module, name, value)
+
+
+class Numbered(Positions):
+    def __init__(self):
+        super().__init__()
+        self.table_0, self.positions = self.positions, None
+
+    def forward(self, x):
+        return self.head(self.embed(x) + self.table_0[: x.shape[1]])
+
+
+class NameOfParts(Around):
+    def __init__(self):
+        super().__init__()
+        self.inner = Numbered()
+
+    def forward(self, x):
+        for i in range(x.shape[1] // 12):
+            setattr(self.inner, f"table_{i}", table(x.shape[1]))
+        return self.inner(x)
+
+
+class OtherNames(Around):
+    def switch(self, value):
+        for module in self.modules():
+            setattr(module, "checkpointing", value)  # noqa: B010
+
+
+@pytest.mark.parametrize(
+    ("kind", "width"),
+    [(NameHandedOn, 12), (NameOfParts, 12), (OtherNames, 6)],
+)
+def test_code_of_other_modules_sets_by_name_what_it_has_the_name_of(kind, width):
+    _, small = check(kind(), X, shrinks=kind is not NameOfParts)
+    assert small.inner.embed.out_features == width
+
+
 def test_two_modules_can_hold_the_same_one():
     class Twice(Positions):
         def __init__(self):

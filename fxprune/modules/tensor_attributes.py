@@ -2,8 +2,9 @@
 
 They are like buffers that no state dict holds, as long as nothing sets them anew while the model
 runs: caches, and what hooks compute, are none. Python lets any code set any attribute, so this asks
-all code that is near: if some of it sets a name, or names that are not written in it, nothing of
-that name counts as fixed.
+all code that is near: what some of it sets is not fixed. Of code that sets attributes by name
+(``setattr``), a module's own may set any of it; other code those whose names, or parts of them, are
+written somewhere as strings.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from .near import codes, names_in, near, package_of
 # What sets up a module, or moves it to another device or dtype.
 _SETTING_UP = frozenset({"__init__", "_apply", "to"})
 _TORCHS = frozenset(dir(nn.Module))  # which PyTorch may call at any time
-_ANY = "*"
 # Code with one of these can set attributes whose names are not written in it.
 _BY_NAME = frozenset({"setattr", "delattr", "vars", "__dict__", "__setattr__", "__delattr__"})
 
@@ -43,12 +43,29 @@ def fixed_tensors(modules: Mapping[str, nn.Module]) -> list[Fixed]:
         if type(value) is Tensor and value.layout == torch.strided
         and not value.requires_grad and not value.is_inference() and not hasattr(type(module), key)
     ]  # fmt: skip
-    anew = _set_anew(modules) if found else ()
-    return [each for each in found if _ANY not in anew and each.key not in anew]
+    if not found:
+        return []
+    running = _running(modules)
+    by_name = {code for code in running if code.by_name}
+    parts = {part for code in by_name for part in code.strings}
+    anew = {name for code in running for name in code.stores}
+    anew |= {name for code in running if by_name for name in code.strings}
+
+    def is_set_anew(key: str, cls: Any) -> bool:
+        own = not by_name.isdisjoint(_codes(cls))
+        return own or key in anew or any(_is_part(part, key) for part in parts)
+
+    return [each for each in found if not is_set_anew(each.key, type(each.module))]
 
 
-def _set_anew(modules: Mapping[str, nn.Module]) -> set[str]:
-    """Attributes that code sets which is not there to set a module up."""
+def _is_part(part: str, name: str) -> bool:
+    """Whether a name may be made of a string and something else: ``f"table_{i}"``."""
+    apart = "_" in (part[0], part[-1]) or name.replace(part, "", 1).isdigit()
+    return apart and part in name
+
+
+def _running(modules: Mapping[str, nn.Module]) -> set[_Code]:
+    """The code that is near, but for what is there to set a module up."""
     codes_of_all = {each for m in {*modules.values()} for each in near(m, _codes, _code_of)}
     setting_up: set[str] = set()
     more: set[str] | frozenset[str] = _SETTING_UP
@@ -59,15 +76,18 @@ def _set_anew(modules: Mapping[str, nn.Module]) -> set[str]:
             called[each.method in setting_up] |= each.names
         own = {each.method for each in codes_of_all}
         more = {n for n in own & called[True] - called[False] - setting_up if n not in _TORCHS}
-    return {n for each in codes_of_all if each.method not in setting_up for n in each.stores}
+    return {each for each in codes_of_all if each.method not in setting_up}
 
 
 class _Code(NamedTuple):
-    """The names that a method has in its code, and the attributes that it sets."""
+    """The names and strings that a method has in its code, the attributes that it sets, and whether
+    it can set more, by name."""
 
     method: str
     names: frozenset[str]
+    strings: frozenset[str]
     stores: frozenset[str]
+    by_name: bool
 
 
 @functools.lru_cache(maxsize=512)
@@ -84,7 +104,8 @@ def _code_of(function: Any, package: str) -> list[_Code]:
     found = []
     for code in codes(function, package):
         steps = [s for s in dis.get_instructions(code) if s.opname in ("STORE_ATTR", "DELETE_ATTR")]
-        by_name = () if _BY_NAME.isdisjoint(code.co_names) else (_ANY,)
-        stores = frozenset((*(s.argval for s in steps), *by_name))
-        found.append(_Code("", frozenset(names_in(code)), stores))
+        stores = frozenset(s.argval for s in steps)
+        strings = frozenset(c for c in code.co_consts if isinstance(c, str) and len(c) > 1)
+        by_name = not _BY_NAME.isdisjoint(code.co_names)
+        found.append(_Code("", frozenset(names_in(code)), strings, stores, by_name))
     return found
