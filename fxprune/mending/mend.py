@@ -199,6 +199,8 @@ class Mending:
         by_call: dict[int, list[Fault]] = {}
         by_path: dict[str, list[Fault]] = {}
         for fault in replay.faults():
+            if fault.told:
+                raise self._unfit(fault, "the input says how much that is")
             by_call.setdefault(fault.call, []).append(fault)
             by_path.setdefault(self.trace.calls[fault.call].path, []).append(fault)
         for path, found in by_path.items():

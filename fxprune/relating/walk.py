@@ -8,7 +8,9 @@ the trace at the new widths (:mod:`fxprune.replaying.replay`).
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -68,16 +70,17 @@ class Walk(Algebra):
         value = self.trace.constants[name]
         return None if value.is_complex() else float(value)
 
-    def _resolve(self, value: Any) -> Any:
+    def _resolve(self, value: Any, numbers: Mapping[fx.Node, int] = MappingProxyType({})) -> Any:
         if isinstance(value, fx.Node):
-            return self.values[value]
+            return self.values[value] if value not in numbers else numbers[value]
         if isinstance(value, (tuple, list, dict, slice)):
-            return tree.rebuild(value, self._resolve)
+            return tree.rebuild(value, lambda child: self._resolve(child, numbers))
         return value
 
     def _visit(self, node: fx.Node) -> Any:
-        args = self._resolve(tuple(node.args))
-        kwargs = self._resolve(dict(node.kwargs))
+        numbers = node.meta.get("numbers", {})
+        args = self._resolve(tuple(node.args), numbers)
+        kwargs = self._resolve(dict(node.kwargs), numbers)
         if node.target is operator.getitem and not isinstance(args[0], (Channels, Named)):
             return args[0][args[1]]
         inputs = list(leaves((args, kwargs)))
@@ -103,6 +106,8 @@ class Walk(Algebra):
         if hooked:
             return self.unknown(call, f"a hook computes the {hooked} of {call.name}")
         if call.pattern is not None and call.pattern.rule is not None:
+            if "told" in call.node.meta and call.pattern.resize is None:
+                return self.unknown(call, f"the input says how {call.name} is called")
             return call.pattern.rule(self, call)
         beneath = call.node.meta.get("aten")
         if beneath is not None:

@@ -38,6 +38,11 @@ class Fault:
     def words(self) -> str:
         raise NotImplementedError
 
+    @property
+    def told(self) -> bool:
+        """Whether a number that is wrong is one that the input tells: no code could hold it."""
+        return False
+
     def attributes(self) -> Iterator[str]:
         """The attributes that its numbers are, and nothing else."""
         return iter(())
@@ -81,6 +86,13 @@ class WrongSize(AtNode):
     def words(self) -> str:
         computed, needed = shown(self.computed), shown(self.needed)
         return f"the code computes {computed} where it has to be {needed}"
+
+    @property
+    def told(self) -> bool:
+        given = argument_at(self.node, *self.place)
+        numbers = _numbers_of(given, self.needed, self.computed)
+        told = self.node.meta.get("told", {})
+        return bool(told) and any(a in told for a, needed, now in numbers if needed != now)
 
     def attributes(self) -> Iterator[str]:
         return (name for name, _, _, _ in self._numbers())

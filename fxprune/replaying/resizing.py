@@ -6,6 +6,7 @@ and the call goes on with what it needs.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Container
 from typing import Any
@@ -17,13 +18,13 @@ from torch import Tensor, fx
 from ..modules.inspecting import read_attribute
 from ..relating.relations import Relations
 from ..rules import registry
-from ..rules.call import Call, Named, leaves
+from ..rules.call import Call, Named
 from ..rules.channels import Axis, Channels, SourceAxis
 from ..rules.ops import argument_at
 from ..rules.shapes import view_dims
 from ..tracing.trace import Trace, is_size
 from .faults import WrongSize, same_sizes
-from .new_sizes import NewSizes, OldSizes
+from .new_sizes import NewSizes
 from .orders import Mismatch, Orders
 
 
@@ -130,31 +131,25 @@ class Resizing(Orders):
 
     def resize(self, call: Call) -> None:
         resize = None if call.pattern is None else call.pattern.resize
-        found = {} if resize is None else dict(resize(call, NewSizes(self, call.node)))
+        asked = self._as_told(call) if "told" in call.node.meta else call
+        found = {} if resize is None else dict(resize(asked, NewSizes(self, call.node)))
         self._keep_numbers(call, {key for place in found if place for key in place})
         instead = found.pop(None, None)
         for (position, name), needed in found.items():
-            computed = argument_at(call, position, name)
-            if any(leaves(computed)):
-                computed = self._as_told(call, (position, name), computed)
+            computed = argument_at(asked, position, name)
             written = argument_at(call.node, position, name)
             if not same_sizes(computed, needed, written):
                 units = self.units_around(call.node)
                 self.blame(WrongSize(units, call.node, (position, name), computed, needed, instead))
             self._give(call, (position, name), needed)
 
-    def _as_told(self, call: Call, place: tuple[int, str], computed: Any) -> Any:
-        """Sizes with what tensors among them tell, which is what they told: no width of channels
-        where that is what the size was."""
-        old = OldSizes({}, (), call.spec)
-        before = call.pattern.resize(call, old).get(place)  # type: ignore[union-attr, misc, arg-type]
-        if isinstance(computed, (Channels, Named)) and isinstance(before, int):
-            return before
-        several = isinstance(before, (tuple, list)) and isinstance(computed, (tuple, list))
-        if not several or len(before) != len(computed):
-            return computed
-        pairs = zip(computed, before, strict=True)
-        return [b if any(leaves(c)) and isinstance(b, int) else c for c, b in pairs]
+    def _as_told(self, call: Call) -> Call:
+        """A call with the numbers that the input told in the recorded run."""
+        numbers = call.node.meta["told"] | call.node.meta.get("numbers", {})
+        told = copy.copy(call)
+        told.args = self._resolve(tuple(call.node.args), numbers)
+        told.kwargs = self._resolve(dict(call.node.kwargs), numbers)
+        return told
 
     def _give(self, call: Call, place: tuple[int, str], value: Any) -> None:
         position, name = place

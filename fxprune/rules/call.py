@@ -117,11 +117,13 @@ class Call:
         return _named(self.kwargs, name, default)
 
     def recorded(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument as it was when the run was recorded; tensors as their specs."""
+        """An argument as it was when the run was recorded; tensors as their specs, or the number
+        that the call took them for."""
         node = self.node
         given = position < len(node.args)
         value = node.args[position] if given else _named(node.kwargs, name, default)
-        return fx.node.map_arg(value, lambda n: n.meta["spec"])
+        numbers = node.meta.get("numbers", {}) | node.meta.get("told", {})
+        return fx.node.map_arg(value, lambda n: numbers.get(n, n.meta["spec"]))
 
     def channels(self, position: int = 0, name: str = "input") -> Channels:
         """A tensor argument, with the default axes where it is a parameter used bare."""

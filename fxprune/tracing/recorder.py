@@ -39,6 +39,7 @@ from .assertions import is_check
 from .aten import AtenRecorder, followed
 from .intercepting import entered, is_python_of_torch, scripted_from
 from .nodes import Nodes
+from .told import NumbersRead, is_fixed, may_be_a_number
 from .trace import ModuleCall, set_item
 from .transforms import RUNS_A_FUNCTION, Inside, Transform
 from .unrecorded import HAS_HOOKS, OWN_CONTEXT, READ_PAST_SIZES, Kept, contexts, odd_container
@@ -355,8 +356,10 @@ class Recorder(TorchFunctionMode):
         inputs = (self.nodes.argument(args), self.nodes.argument(kwargs))
         beneath = None
         self._covered = []
+        numbers = NumbersRead() if known and any(may_be_a_number(t) for t, _ in before) else None
         if known:
-            value = run(*args, **kwargs)
+            with numbers or contextlib.nullcontext():
+                value = run(*args, **kwargs)
         else:
             beneath = AtenRecorder(self.nodes, before, asks_more=inside is not None)
             with beneath, inside or contextlib.nullcontext():
@@ -379,6 +382,9 @@ class Recorder(TorchFunctionMode):
         node.meta["site"] = site_of(frame)
         if torch.is_grad_enabled():  # the model's own code has seen to it: nobody else has
             node.meta["grad"] = True
+        for t, n in () if numbers is None else numbers.read:
+            source = self.nodes.tensor(t)
+            node.meta.setdefault("numbers" if is_fixed(source) else "told", {})[source] = n
         if beneath is not None:
             self.within = dict.fromkeys(self._covered, node) | self.within
             ops = beneath.finish(value)
