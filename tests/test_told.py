@@ -1,4 +1,4 @@
-"""Integers that tensors tell calls, which take them for numbers: buffers, and what the input makes."""
+"""Integers that tensors tell calls: buffers, and what the input makes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .oracle import check, masked_equals_pruned
+import fxprune
+
+from .oracle import awake, check, masked_equals_pruned
 
 pytestmark = pytest.mark.filterwarnings("ignore::fxprune.PruningWarning")
 
@@ -79,3 +81,19 @@ def test_other_inputs_tell_other_numbers(call):
     model = Net(call, lambda net, x: 1 + (x[0, 0, 0] > 0).long())
     plan, small = check(model, X)
     masked_equals_pruned(plan, model, small, -X)
+
+
+def test_so_does_a_counter_of_the_models_own():
+    class Counts(Net):
+        def forward(self, x):
+            y = super().forward(x)
+            self.one += 1
+            return y
+
+    def call(h, n):
+        return torch.cat([h[..., n * 2 :], h[..., : n * 2].cos()], -1)
+
+    model = awake(Counts(call, lambda net, x: net.one % 3))
+    plan = fxprune.plan(model, X)
+    assert "positions that are data" in dict(plan.skipped)["a"]
+    assert int(model.one) == 1

@@ -375,6 +375,7 @@ class Nodes:
 
     def _written(self, own: torch.Tensor, line: str) -> None:
         """A mask would hand out another tensor at each reading."""
+        self.written.add(self.named[id(own)])
         self.kept_whole.append((self.tensor(own), "the model writes to it as it runs", line))
 
     def _comes_from(self, value: Any, name: str) -> bool:

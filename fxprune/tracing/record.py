@@ -18,6 +18,7 @@ from .asking import asking_literals, traced_attributes, traced_builtins
 from .intercepting import autograd_functions, calls_of, told, uncompiled, variables
 from .old_types import recorded_types
 from .recorder import Recorder
+from .told import tell_apart
 from .trace import Trace
 from .transforms import TRANSFORMS
 
@@ -110,6 +111,7 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
         recorder.nodes.let_go()
         filled = filled_since(model, empty)
     nodes = recorder.nodes
+    tell_apart(recorder.told, nodes.written)
     return Trace(
         nodes.graph,
         model,

@@ -39,7 +39,7 @@ from .assertions import is_check
 from .aten import AtenRecorder, followed
 from .intercepting import entered, is_python_of_torch, scripted_from
 from .nodes import Nodes
-from .told import NumbersRead, is_fixed, may_be_a_number
+from .told import NumbersRead, may_be_a_number
 from .trace import ModuleCall, set_item
 from .transforms import RUNS_A_FUNCTION, Inside, Transform
 from .unrecorded import HAS_HOOKS, OWN_CONTEXT, READ_PAST_SIZES, Kept, contexts, odd_container
@@ -65,6 +65,7 @@ class Recorder(TorchFunctionMode):
         self.called: set[str] = set()
         self.within: dict[str, fx.Node] = {}  # modules that run beneath a call that is one node
         self._covered: list[str] = []  # those of the call at work
+        self.told: list[fx.Node] = []  # calls to which tensors tell numbers
         self.paths: dict[int, str] = {}
         for path, m in modules.items():
             self.paths.setdefault(id(m), path)
@@ -382,9 +383,9 @@ class Recorder(TorchFunctionMode):
         node.meta["site"] = site_of(frame)
         if torch.is_grad_enabled():  # the model's own code has seen to it: nobody else has
             node.meta["grad"] = True
-        for t, n in () if numbers is None else numbers.read:
-            source = self.nodes.tensor(t)
-            node.meta.setdefault("numbers" if is_fixed(source) else "told", {})[source] = n
+        if numbers is not None and numbers.read:
+            node.meta["told"] = {self.nodes.tensor(t): n for t, n in numbers.read}
+            self.told.append(node)
         if beneath is not None:
             self.within = dict.fromkeys(self._covered, node) | self.within
             ops = beneath.finish(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -29,9 +30,22 @@ class NumbersRead(TorchDispatchMode):
         return value
 
 
-def is_fixed(node: fx.Node) -> bool:
-    """Whether a tensor is made of nothing but the model's own: every run has the same."""
-    if node.op in ("get_attr", "placeholder"):
-        return node.op == "get_attr"
-    inputs = node.all_input_nodes
-    return bool(inputs or op_name(node.target) == "tensor") and all(map(is_fixed, inputs))
+def tell_apart(nodes: Iterable[fx.Node], written: Container[str]) -> None:
+    """Of the numbers that calls were told, those that are the same in every run (``"numbers"``)
+    from those that the input makes or the model counts (``"told"``).
+
+    Args:
+        written: names of the tensors that the model writes to.
+    """
+
+    def is_fixed(source: fx.Node) -> bool:
+        if source.op in ("get_attr", "placeholder"):
+            return source.op == "get_attr" and source.target not in written
+        inputs = source.all_input_nodes
+        return bool(inputs or op_name(source.target) == "tensor") and all(map(is_fixed, inputs))
+
+    for node in nodes:
+        told = node.meta.pop("told")
+        for source, number in told.items():
+            kind = "numbers" if is_fixed(source) else "told"
+            node.meta.setdefault(kind, {})[source] = number
