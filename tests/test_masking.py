@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 import fxprune
+from fxprune.masking.plan_masks import mask
 from fxprune.parametrized.mask import Mask
 
 from .oracle import awake, difference, run
@@ -166,3 +167,45 @@ def test_a_masked_model_is_not_pruned_in_place():
         plan.apply(masked, inplace=True)
     assert before.differences() == []
     assert F.mse_loss(*run(masked, x), *run(plan.mask(masked), x)) == 0  # masking twice is once
+
+
+def memories(model):
+    return {p.data_ptr() for p in model.parameters()}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_one_that_is_only_run_has_no_memory_of_its_own_for_parameters(kind):
+    model, plan, x = make(kind)
+    before, own = Snapshot(model), plan.mask(model)
+    shared = mask(plan, model, shared=True)
+    assert memories(own).isdisjoint(memories(model))
+    # But for biases that constants are added to.
+    assert len(memories(shared) & memories(model)) >= len(memories(model)) / 2
+    assert difference(run(shared, x), run(own, x)) == 0
+    assert before.differences() == []
+    with torch.no_grad():  # what is set on it is set on it alone
+        for p in shared.parameters():
+            p.data = torch.zeros_like(p)
+    assert before.differences() == []
+
+
+class Writes(nn.Module):
+    """Its code writes to a parameter, or would if the numbers were others."""
+
+    def __init__(self, always):
+        super().__init__()
+        self.a, self.b, self.always = nn.Linear(6, 8), nn.Linear(8, 3), always
+
+    def forward(self, x):
+        h = self.a(x).sigmoid()
+        if self.always or float(h.detach().sum()) > 1e6:
+            self.b.bias.data.clamp_(-0.1, 0.1)
+        return self.b(h)
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_it_has_where_code_may_write_to_them(always):
+    model = awake(Writes(always))
+    x = torch.ones(2, 6, dtype=torch.float64)
+    plan = fxprune.plan(model, x)
+    assert model.b.bias.data_ptr() not in memories(mask(plan, model, shared=True))

@@ -18,15 +18,32 @@ from ..parametrized.mask import bake, beneath, masked_names, own_class, parametr
 from ..parametrized.weight_norm import parametrized, with_hooks
 from ..relating.fold import Folds, Shift, mixed
 from ..rules.channels import SourceAxis
+from ..tracing.trace import Trace
 
 
 @on_cpu()
-def mask(plan: Any, model: nn.Module) -> nn.Module:
-    """See :meth:`fxprune.planning.pruning_plan.PruningPlan.mask`."""
+def mask(plan: Any, model: nn.Module, *, shared: bool = False) -> nn.Module:
+    """See :meth:`fxprune.planning.pruning_plan.PruningPlan.mask`.
+
+    Args:
+        shared: the masked model is only to be run as the model was recorded: it needs no memory of
+            its own for parameters.
+    """
     with parametrized(model):
         check_fits(plan, model)
         folds = plan.folds(model, mixes=not has_predictions(plan, model))
-        return with_hooks(masked(plan, model, folds))
+        return with_hooks(masked(plan, model, folds, shared=shared))
+
+
+def stand_ins(trace: Trace, model: nn.Module) -> dict[int, Any]:
+    """By the ids of parameters, others on the same memory: of those that a run only reads."""
+    if any(call.reads_data for call in trace.calls):  # with masks, its code may go another way
+        return {}
+    return {
+        id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad)
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if type(p) is nn.Parameter and name not in trace.written
+    }
 
 
 FOLDED = "_fxprune_calibration"  # a masked model's: which predictions are in its weights
@@ -38,9 +55,9 @@ def has_predictions(plan: Any, model: nn.Module) -> bool:
 
 
 @on_cpu()
-def masked(plan: Any, model: nn.Module, folds: Folds) -> nn.Module:
+def masked(plan: Any, model: nn.Module, folds: Folds, *, shared: bool = False) -> nn.Module:
     """A copy of ``model`` with a plan's masks, and constants as ``folds`` say."""
-    masked = copy_model(model)
+    masked = copy_model(model, stand_ins(plan._trace, model) if shared else None)
     bake(masked)
     for (path, attribute), kind in plan._trace.filled.items():
         vars(masked.get_submodule(path))[attribute] = kind()
@@ -81,9 +98,9 @@ def keep_masks(plan: Any, folds: Folds) -> dict[str, Tensor]:
     def block(axis: SourceAxis, off: Tensor) -> None:
         if not bool(off.any()):
             return
-        keep = keeps.setdefault(axis.name, torch.ones(axis.tensor_shape, dtype=torch.bool))
-        kept = keep.reshape(axis.view) & ~axis.laid(off)
-        keeps[axis.name] = kept.reshape(axis.tensor_shape)
+        if axis.name not in keeps:
+            keeps[axis.name] = torch.ones(axis.tensor_shape, dtype=torch.bool)
+        keeps[axis.name].view(axis.view).logical_and_(~axis.laid(off))
 
     for axis in plan._relations.sources:
         dead, silent = plan.flags("removed", axis), plan.flags("silent", axis)

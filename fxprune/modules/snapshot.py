@@ -46,7 +46,8 @@ class Snapshot:
                 elif type(value) not in _PLAIN:
                     held += self._note(value)
             # Some models count calls or keep caches in their buffers, even in eval mode.
-            held += [b for b in m._buffers.values() if b is not None]
+            if not getattr(m, "keeps_buffers", False):  # a mask's are as large as what it is on
+                held += [b for b in m._buffers.values() if b is not None]
             if getattr(m, "max_norm", None) is not None:  # an embedding: it scales rows it reads
                 held += [p for p in m._parameters.values() if p is not None]
         self._tensors = [

@@ -19,6 +19,7 @@ class Mask(nn.Module):
     """Parametrization: zero where ``keep`` is False. Masked entries get no gradient."""
 
     keep: Tensor
+    keeps_buffers = True  # no run writes to it, or need put it back
     was = ""  # "attribute" or "not persistent": what a tensor was that is a buffer beneath the mask
     order: Sequence[str] = ()  # of the module's parameters, before any of them was masked
 

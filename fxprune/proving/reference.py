@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..masking.plan_masks import mask
 from ..modules import tree
 from ..modules.inspecting import read_attribute
 from ..modules.running import bind_inputs, evaluating, outputs, run_node
@@ -26,7 +27,7 @@ def reference(plan: Any, model: nn.Module, small: nn.Module, example_input: Any)
     Args:
         small: the pruned model, whose narrow norms these calls run.
     """
-    masked = plan.mask(model)
+    masked = mask(plan, model, shared=True)
     if not plan.approximate:
         return outputs(masked, example_input, plan.settings.outputs)
     counting = Counting(plan, model, small)
