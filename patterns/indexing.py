@@ -58,6 +58,12 @@ def place_of(at, keep):
     return place if at >= 0 else place - left or left
 
 
+def place_of_one(at, keep):
+    """Where one slice is among what is kept. It stays, but where its sizes are all that is read:
+    then any will do."""
+    return min(keep.before(at % len(keep)), keep.before(len(keep)) - 1)
+
+
 def new_index(call, new):
     """Slices and positions along channels, by the channels that are left."""
     x, index = call.channels(), call.arg(1, "index")
@@ -84,7 +90,7 @@ def new_index(call, new):
             if isinstance(item, list) and not may_be_a_list(call, items, place):
                 keep.refuse("what is left of it is not evenly spaced")
         elif isinstance(item, int):
-            item = keep.before(item % len(keep))
+            item = place_of_one(item, keep)
         elif isinstance(item, list) and all(isinstance(i, int) for i in item):
             at = [i % len(keep) for i in item]
             item = [keep.before(i) for i in at if keep[i]]

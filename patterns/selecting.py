@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxprune.patterns.indexing import anywhere, as_far_as, look_up
+from fxprune.patterns.indexing import anywhere, as_far_as, look_up, place_of_one
 from fxprune.rules.call import Named
 from fxprune.rules.channels import Channels
 from fxprune.rules.registry import register
@@ -14,7 +14,7 @@ def new_select(call, new):
     at = call.recorded(2, "index")
     if keep is None or not isinstance(at, int):
         return {}
-    return {(2, "index"): keep.before(at % len(keep))}
+    return {(2, "index"): place_of_one(at, keep)}
 
 
 @register("select", resize=new_select)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .oracle import check, difference, run
+from .oracle import awake, check, difference, masked_equals_pruned, run
 from .test_constructs import Net
 
 
@@ -378,3 +378,38 @@ def test_channels_that_a_view_puts_elsewhere_in_another_image_stay(view, kept):
     assert difference(run(plan.mask(net), other), run(small, other)) < 1e-9
     if kept == 8:
         assert "by sizes of the input" in dict(plan.skipped)["a"]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda h: h[..., -1],
+        lambda h: h[..., 0],
+        lambda h: h[:, :, 7],
+        lambda h: h.select(-1, 7),
+        lambda h: h.select(2, 3),
+        lambda h: h[0, :, -1],
+    ],
+)
+def test_a_slice_of_which_sizes_alone_are_read_may_go(read):
+    class Sized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+            self.places = nn.Embedding(9, 8)
+
+        def forward(self, x):
+            h = self.a(x)
+            rows = read(h).shape[-1]  # as a table of positions is asked for
+            h = torch.sigmoid(self.b(torch.sigmoid(h + self.places(torch.arange(rows)))))
+            return self.c(h)
+
+    model = awake(Sized())
+    with torch.no_grad():
+        model.a.weight[[0, 3, 7]] *= 1e-3  # the slices that are read are the first to go
+        model.places.weight[:, [0, 3, 7]] *= 1e-3
+    x = torch.linspace(-2, 3, 60, dtype=torch.float64).cos().reshape(2, 5, 6)
+    plan, small = check(model, x)
+    assert small.a.out_features == 4
+    assert not {0, 3, 7} & set(plan.kept["a.weight"][0].tolist())
+    masked_equals_pruned(plan, model, small, x[:, :3])

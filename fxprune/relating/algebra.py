@@ -221,7 +221,7 @@ class Algebra(Meanings):
             units, old = run_on(axis, x, function, touched)
             dims = self.decide(call, partial(varying, units))
             if not dims:
-                if units.numel():
+                if units.numel() and not all(map(is_size, call.node.users)):  # the rest is not read
                     one = Axis((0,), units.reshape(-1)[:1])
                     self.freeze(one, f"one slice of it is read by itself in {call.name}", call)
                 continue

@@ -132,5 +132,7 @@ def note_for(labels: np.ndarray, relations: Relations) -> Note | None:
 
 
 def _note_of(labels: np.ndarray, relations: Relations) -> Note | None:
-    about = (n for n in relations.frozen if np.isin(n.units.numpy(), labels).any())
-    return next(about, None)
+    """The one that is about most of them."""
+    about = [int(np.isin(n.units.numpy(), labels).sum()) for n in relations.frozen]
+    most = max(about, default=0)
+    return relations.frozen[about.index(most)] if most else None
