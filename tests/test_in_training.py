@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import fxprune
 from fxprune.tracing.flags import chooses_numbers, hands_mode_on
+from fxprune.tracing.record import record
 
 from .oracle import awake, check
 from .test_constructs import ShuffleDown, ShuffleUnit
@@ -262,3 +263,79 @@ def test_what_drops_paths_costs_no_run_unless_it_holds_a_width(factor, width, ru
     assert bool(made) == runs
     assert small[0].out_channels == (8 if factor == "channels" else 4)
     small.train()(images()).sum().backward()
+
+
+class Left(nn.Module):
+    """A part holds a tensor that no run in eval mode uses; what is done by the mode is a test's."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.c, self.scaled = nn.Linear(6, 8), nn.Linear(8, 4), False
+        self.part = Part()
+
+    def forward(self, x):
+        return self.c(self.handed(self.a(x).sigmoid()))
+
+    def handed(self, h):
+        return self.part(h)
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = nn.Linear(8, 8)
+        self.extra = nn.Parameter(torch.randn(8))
+
+    def forward(self, h, noisy=None):
+        return self.b(h * self.extra if noisy else h).cos()
+
+
+class Checkpoints(Left):
+    def forward(self, x):
+        if self.scaled and self.training:
+            x = x * 2
+        return super().forward(x)
+
+
+class Warns(Left):
+    """Reads the mode, but not in what runs."""
+
+    def describe(self):
+        return f"{self.training}: {self.part.b}"
+
+
+class Tells(Left):
+    def handed(self, h):
+        return self.part(h, self.training)
+
+
+class Takes(Left):
+    def handed(self, h):
+        h = self.part(h)
+        return h * self.part.extra if self.training else h
+
+
+class Scales(Checkpoints):
+    def __init__(self):
+        super().__init__()
+        self.scaled = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "runs"),
+    [(Left, 0), (Warns, 0), (Checkpoints, 0), (Scales, 1), (Tells, 1), (Takes, 1)],
+)
+def test_a_run_in_training_mode_is_made_where_it_may_tell_something(kind, runs, monkeypatch):
+    made = []
+
+    def counted(*args, training=False, **settings):
+        made.extend([1] * training)
+        return record(*args, training=training, **settings)
+
+    monkeypatch.setattr("fxprune.tracing.runs.record", counted)
+    x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model = awake(kind())
+    small = fxprune.prune(model, x)
+    assert len(made) == runs
+    small.train()
+    small(x).sum().backward()

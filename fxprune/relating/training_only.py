@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from ..modules.inspecting import named_tensors
-from ..modules.near import codes_of_forward, constants_near, names_in, package_of
+from ..modules.near import codes_near, codes_of_forward, constants_near, names_in, package_of
 from ..rules.channels import SourceAxis
 from ..tracing import fusions
 from ..tracing.comparing import differing
-from ..tracing.flags import chooses_numbers, hands_mode_on, may_read_mode
+from ..tracing.flags import chooses_numbers, hands_mode_on, is_off, may_read_mode
 from ..tracing.runs import OtherRuns
 from ..tracing.trace import ModuleCall, Trace, uses_of
 from .discover import Stays, discover
@@ -58,9 +59,11 @@ class InTraining:
         """Tensors that training mode alone uses, and what hangs together there, once for all walks;
         None where nobody is to be asked."""
         trace, modules = self._trace, dict.fromkeys(self._trace.modules.values())
-        left = _unused(trace) if any(map(may_read_mode, modules)) else set()
+        reading = [module for module in modules if may_read_mode(module)]
+        left = _unused(trace) if reading else set()
         does = {trace.modules[call.path] for call in trace.calls if not _only_drops(trace, call)}
-        training = self.others.training if left or any(map(_goes_by_mode, does)) else None
+        asked = _may_be_used(trace, left, reading) or any(map(_goes_by_mode, does))
+        training = self.others.training if asked else None
         if training is None:
             return set(), None
         # Some are used in neither mode: what they meet goes nowhere.
@@ -70,6 +73,26 @@ class InTraining:
         training.attention = trace.attention
         fusions.find(training)
         return own, discover(training)
+
+
+def _may_be_used(trace: Trace, left: set[str], reading: list[nn.Module]) -> bool:
+    """Whether some of the tensors that are ``left`` may be used by the mode, which ``reading`` may
+    read. One that its module's code did not touch, and does not by the mode, is none of them:
+    unless the module is told the mode, or others that read it know the tensor by name."""
+    touched = uses_of(trace).keys()
+    calls = {call.path: call for call in trace.calls}
+    named = set[str]().union(
+        *(names_in(code) for m in reading for code in codes_of_forward(type(m))),
+        *(n for m in reading for n in map(names_in, codes_near(m)) if "training" in n),
+    )
+    for name in left:
+        path, _, key = name.rpartition(".")
+        call = calls.get(path)
+        if call is None or name in touched or key in named or trace.modules[path] in reading:
+            return True
+        if any(type(value) is bool for value in tree_leaves((call.args, call.kwargs))):
+            return True
+    return False
 
 
 def _met(there: Relations, relations: Relations, own: set[str]) -> list[Stays]:
@@ -156,7 +179,10 @@ def _goes_by_mode(module: nn.Module) -> bool:
     """Whether a module's own forward may make other calls by its mode."""
     if package_of(type(module)) == "torch":
         return False
-    named = any("training" in names_in(code) for code in codes_of_forward(type(module)))
+    named = any(
+        "training" in names_in(code) and not is_off(module, code)
+        for code in codes_of_forward(type(module))
+    )
     return named and hands_mode_on(module) is None and not chooses_numbers(module)
 
 

@@ -20,6 +20,30 @@ def may_read_mode(module: nn.Module) -> bool:
     return any("training" in names_in(code) for code in codes_near(module))
 
 
+def is_off(module: nn.Module, code: CodeType) -> bool:
+    """Whether code reads the flag behind ``self.x and`` alone, with an ``x`` that is False."""
+    guards = _guards(code)
+    return bool(guards) and all(name and getattr(module, name, None) is False for name in guards)
+
+
+@lru_cache(maxsize=1024)
+def _guards(code: CodeType) -> tuple[str, ...]:
+    """Of each reading of the flag, the attribute that has to be true for it; "" where none has."""
+    steps = [s for s in dis.get_instructions(code) if s.opname not in _NOTHING]
+    found = []
+    for i, step in enumerate(steps):
+        if step.argval != "training":
+            continue
+        before = steps[max(i - 4, 0) : i]
+        ways = ("LOAD_FAST", "LOAD_ATTR", "POP_JUMP", "LOAD_FAST")
+        alike = len(before) == 4 and all(
+            b.opname.startswith(way) for b, way in zip(before, ways, strict=True)
+        )
+        own = alike and {before[0].argval, before[3].argval} == {*code.co_varnames[:1]}
+        found.append(before[1].argval if own and before[2].opname.endswith("IF_FALSE") else "")
+    return tuple(found)
+
+
 def hands_mode_on(module: nn.Module) -> int | None:
     """In how many places code of a module calls others with ``training=`` its own flag; None where
     it does something else by it, or says something else there. A function of its own that hands it
