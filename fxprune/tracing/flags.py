@@ -98,8 +98,13 @@ def _chosen(code: CodeType) -> tuple[str, ...] | None:
         test = steps[i + 1]
         start = at.get(test.argval, 0) if "JUMP" in test.opname else 0
         leave = steps[start - 1] if start > i + 1 else test
-        end = at.get(leave.argval, 0) if leave.opname == "JUMP_FORWARD" else 0
-        for branch in (steps[i + 2 : start - 1], steps[start:end]):
+        if leave.opname == "JUMP_FORWARD":
+            branches = [steps[i + 2 : start - 1], steps[start : at[leave.argval]]]
+        elif leave.opname.startswith("RETURN"):  # each has what follows both, from Python 3.12 on
+            branches = _apart(steps[i + 2 : start], steps[start:])
+        else:
+            return None
+        for branch in branches:
             first = branch[0] if branch else step
             if first.opname.startswith("LOAD_FAST") and first.argval in code.co_varnames[:1]:
                 if not all(s.opname == "LOAD_ATTR" for s in branch[1:]) or not branch[1:]:
@@ -108,6 +113,18 @@ def _chosen(code: CodeType) -> tuple[str, ...] | None:
             elif len(branch) != 1 or not isinstance(first.argval, (int, float, type(None))):
                 return None
     return tuple(found)
+
+
+def _apart(one: list[dis.Instruction], other: list[dis.Instruction]) -> list[Any]:
+    """Two branches without what is the same behind both of them, up to the return."""
+    ends = [i for i, step in enumerate(other) if step.opname.startswith("RETURN")]
+    other = other[: ends[0] + 1] if ends else []
+    same = 0
+    for a, b in zip(reversed(one), reversed(other), strict=False):
+        if (a.opname, a.argval) != (b.opname, b.argval):
+            break
+        same += 1
+    return [one[: len(one) - same], other[: len(other) - same]]
 
 
 _NOTHING = frozenset(("CACHE", "TO_BOOL", "NOT_TAKEN"))
