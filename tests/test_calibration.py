@@ -593,3 +593,55 @@ def test_units_that_no_layer_was_seen_to_read_are_chosen_by_their_weights_and_th
     plan = fxprune.plan(model, STEPS[:2, 0], calibration=[STEPS[:, 0]], importance="reconstruction")
     assert ("b", "no layer that reads its units was seen: they are chosen by l2") in plan.notes
     assert not [note for note in plan.notes if note[0] == "a"]
+
+
+class Routed(nn.Module):
+    """Each sample goes to the expert that its gate says, and to no other."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.gate = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 12), nn.SiLU(), nn.Linear(12, 4)) for _ in range(3)
+        )
+
+    def forward(self, x):
+        x = F.silu(self.a(x))
+        chosen = self.gate(x).argmax(-1)
+        out = x.new_zeros(len(x), 4)
+        for i, expert in enumerate(self.experts):
+            (at,) = torch.where(chosen == i)
+            out.index_add_(0, at, expert(x[at]))
+        return out
+
+
+@pytest.mark.parametrize("mode", ["sequential", "parallel"])
+def test_experts_that_other_samples_go_to_once_channels_are_gone_are_calibrated(mode):
+    torch.manual_seed(1)
+    model, x = randomised(Routed()), STEPS[:, 0]
+    settings = {"calibration": [x[:20], x[20:]], "calibration_mode": mode}
+    small = fxprune.prune(model, x, importance="reconstruction", sparsity=0.7, **settings)
+    assert small.experts[0][0].out_features == 4
+    with torch.no_grad():
+        chosen = [m.gate(F.silu(m.a(x))).argmax(-1) for m in (model, small)]
+    assert not torch.equal(*chosen)  # or this would show nothing
+
+
+def test_an_expert_that_no_sample_goes_to_is_chosen_by_its_weights():
+    model, x = randomised(Routed()), STEPS[:, 0]
+    with torch.no_grad():
+        model.gate.bias[1] = -1e9
+    plan = fxprune.plan(model, x, calibration=[x], importance="reconstruction")
+    why = "no layer that reads its units was seen: they are chosen by l2"
+    assert [name for name, note in plan.notes if note == why] == ["experts.1.0"]
+
+
+def test_a_calibrated_weight_lies_in_memory_as_it_did():
+    def forward(s, x):
+        return s.last(s.b(F.silu(s.a(x))).view(len(x), -1))
+
+    layers = {"a": nn.Conv2d(3, 12, 1), "b": nn.Conv2d(12, 8, 1), "last": nn.Linear(8 * 81, 3)}
+    model = randomised(Net(forward, **layers))
+    plan = fxprune.plan(model, IMAGES[:4], calibration=[IMAGES])
+    assert plan.mask(model).b.weight.stride() == (12, 1, 1, 1)
+    assert prove(plan, model, plan.apply(model), IMAGES[:4]) < 1e-9

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations
 import fxprune
 
 from .oracle import awake, difference, run, state
+from .test_trace import Net
 
 X = torch.randn(4, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 ROWS = torch.randn(4, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -200,3 +201,15 @@ def test_weight_norm_goes_on_being_trained_as_direction_and_length():
     assert [p.shape for p in originals.values()] == [(4, 1), (4, 6)]
     assert all(p.grad is not None and (p.grad != 0).any() for p in originals.values())
     assert torch.allclose(originals["original0"], small[0].weight.norm(dim=1, keepdim=True))
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 16), lambda y: F.group_norm(y, 2)])
+def test_what_a_norm_returns_lies_in_memory_as_in_the_model_where_a_proof_counts(norm):
+    def forward(s, x):
+        return s.b(norm(s.a(x)).permute(0, 2, 3, 1).view(-1, 16))
+
+    held = {"norm": norm} if isinstance(norm, nn.Module) else {}
+    model = awake(Net(forward, a=nn.Conv2d(3, 16, 3), b=nn.Linear(16, 3), **held))
+    form = torch.channels_last
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64).to(memory_format=form)
+    assert fxprune.prune(model.to(memory_format=form), x).a.out_channels == 8

@@ -277,6 +277,32 @@ def test_pruned_in_place_again_and_loaded_it_is_as_wide_as_it_has_to_be(tmp_path
     assert model.positions.shape == (6, 6)
 
 
+def test_one_beside_code_that_is_new_can_be_saved_and_pruned_again(tmp_path):
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.positions = torch.linspace(-1, 1, 8).cos()
+            self.embed, self.block, self.head = nn.Linear(8, 8), Split(), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.block(self.embed(x) + self.positions))
+
+    class Split(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 12), nn.Linear(6, 8)
+
+        def forward(self, x):
+            gate, y = self.a(x).split([6, 6], -1)
+            return self.b(gate.sigmoid() * y)
+
+    small = fxprune.prune(awake(Around()), X)
+    fxprune.save(small, tmp_path / "small.safetensors")
+    loaded = fxprune.load(awake(Around(), seed=1), tmp_path / "small.safetensors")
+    assert difference(run(small, X), run(loaded, X)) == 0 and loaded.positions.shape == (4,)
+    assert fxprune.prune(small, X).positions.shape == (2,)
+
+
 def test_a_mask_that_is_taken_off_leaves_attributes_and_buffers_the_kind_that_they_were():
     class Mixed(Positions):
         def __init__(self):

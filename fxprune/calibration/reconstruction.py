@@ -66,13 +66,13 @@ class Reconstruction:
                         x = self.readers[i].samples(run)
                         if x is not None:
                             rows = math.prod(self.readers[i].read.axis.shape[:-1])
-                            x = x.reshape(len(x), rows, -1).movedim(0, 1)
+                            x = x.reshape(len(x), rows, x.shape[1] // rows).movedim(0, 1)
                             into = products[i] = products[i] or Products(rows, x.shape[2])
                             into.add(x)
                     run.step(node)
         found = []
         for reader, sums in zip(self.readers, products, strict=True):
-            if sums is None or not sums.finite:
+            if sums is None or not sums.count or not sums.finite:
                 continue
             weight = placed(
                 reader.read.axis.flat(live_weight(constants, reader.read)), reader.order

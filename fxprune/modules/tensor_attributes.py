@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from .inspecting import dotted
-from .near import codes, names_in, near, package_of
+from .near import functions, names_in, near, package_of, within
 
 # What sets up a module, or moves it to another device or dtype.
 _SETTING_UP = frozenset({"__init__", "_apply", "to"})
 _TORCHS = frozenset(dir(nn.Module))  # which PyTorch may call at any time
+# What it puts into a pruned class, such as how that is pickled, sets none of a model's tensors.
+_FXPRUNE = __name__.partition(".")[0]
 # Code with one of these can set attributes whose names are not written in it.
 _BY_NAME = frozenset({"setattr", "delattr", "vars", "__dict__", "__setattr__", "__delattr__"})
 
@@ -102,7 +104,8 @@ def _codes(cls: Any) -> tuple[_Code, ...]:
 
 def _code_of(function: Any, package: str) -> list[_Code]:
     found = []
-    for code in codes(function, package):
+    own = [f for f in functions(function, package) if package_of(f) != _FXPRUNE]
+    for code in (code for f in own for code in within(f.__code__)):
         steps = [s for s in dis.get_instructions(code) if s.opname in ("STORE_ATTR", "DELETE_ATTR")]
         stores = frozenset(s.argval for s in steps)
         strings = frozenset(c for c in code.co_consts if isinstance(c, str) and len(c) > 1)

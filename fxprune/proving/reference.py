@@ -91,7 +91,7 @@ class Counting:
         if not isinstance(old, Channels):  # a parameter: take the pruned model's own
             return read_attribute(self._small, str(node.target))
         for dim, order in self._replay.positions_kept(old, new):
-            value = value.index_select(dim, order.to(value.device))
+            value = _laid_like(value.index_select(dim, order.to(value.device)), value)
         return value
 
     def _widen(
@@ -110,8 +110,16 @@ class Counting:
             wide = torch.nan_to_num(constant).to(result).reshape(shape)
             wide = wide.expand([len(kept) if d == dim else n for d, n in enumerate(result.shape)])
             positions = dict(self._replay.positions_kept(full, new))[dim]
-            result = wide.clone().index_copy(dim, positions.to(result.device), result)
+            result = _laid_like(wide, result).index_copy_(dim, positions.to(result.device), result)
         return result
+
+
+def _laid_like(value: Tensor, other: Tensor) -> Tensor:
+    """A copy whose dimensions lie in memory in the order of those of ``other``: what calls return
+    lies as what they take, and code behind may ``view`` it only so."""
+    order = sorted(range(other.dim()), key=other.stride, reverse=True)
+    back = sorted(range(other.dim()), key=order.__getitem__)
+    return value.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
 
 
 class KeptOnly(fx.Interpreter):

@@ -201,7 +201,7 @@ def _masks(
 
 def mixed(weight: Tensor, mix: Mix) -> Tensor:
     """The weight folded with a prediction: W · A, in each row of the axis; zeros where channels
-    go."""
+    go. It lies in memory as the weight does: a convolution's output goes by that."""
     flat = mix.axis.flat(weight)
     seen = placed(flat, mix.order)
     matrix = mix.matrix.to(flat.device)
@@ -213,7 +213,7 @@ def mixed(weight: Tensor, mix: Mix) -> Tensor:
         back = found.reshape(*mix.order.shape, -1)
         found = torch.empty_like(flat)
         found[0, mix.order.to(flat.device)] = back
-    return mix.axis.unflat(found)
+    return torch.empty_like(weight).copy_(mix.axis.unflat(found))
 
 
 def placed(flat: Tensor, order: Tensor | None) -> Tensor:
