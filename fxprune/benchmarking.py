@@ -18,7 +18,7 @@ from .modules import tree
 from .modules.copying import copy_model
 from .modules.given import check_flag
 from .modules.inspecting import count_parameters, device_of
-from .modules.running import bind_inputs, evaluating
+from .modules.running import bind_inputs, evaluating, without_gradients
 
 MODES = ("eager", "compile", "cuda_graph")
 _BLOCK = 0.01  # seconds that one timed block of runs takes at least
@@ -207,7 +207,7 @@ def _counted(model: nn.Module, args: Any, kwargs: Any) -> Any:
 
     with (
         evaluating(model),  # without the fast path of attention, which is no op that it knows
-        torch.no_grad(),
+        without_gradients(model),
         sdpa_kernel(SDPBackend.MATH),
         FlopCounterMode(display=False) as counter,
     ):

@@ -206,6 +206,25 @@ def test_macs_are_those_of_the_flop_counter_for_the_example_input():
     assert parameters(alone.apply(model)) > 1.5 * parameters(plan.apply(model))
 
 
+def test_a_layer_that_reads_a_view_of_a_parameter_is_counted():
+    class Queries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.queries, self.norm = nn.Parameter(torch.randn(1, 3, 8)), nn.LayerNorm(8)
+            self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            queries = self.norm(self.queries.expand(len(x), -1, -1))
+            return self.b(queries + self.a(x[:, None]))
+
+    model, x = Queries().eval(), torch.randn(2, 5, requires_grad=True)
+    model.a.weight.requires_grad_(False)
+    plan = fxprune.plan(model, x, target=Target(macs=0.5))
+    work = fxprune.benchmark(model, plan.apply(model), x, seconds=0.01, threads=1)
+    assert plan.target.got == work.after.macs == 2 * (5 * 4 + 3 * 4 * 3)
+    assert [p.requires_grad for p in model.parameters()].count(False) == 1
+
+
 @pytest.mark.parametrize("asked", [0.1, 0.37, 0.9, 2_000_000])
 def test_any_number_of_parameters_is_reached(asked):
     model, x = make("resnet18")

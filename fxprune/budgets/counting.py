@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from ..errors import InputError
 from ..modules import tree
 from ..modules.inspecting import read_attribute
-from ..modules.running import evaluating
+from ..modules.running import evaluating, without_gradients
 from ..relating.readers import Run
 from ..relating.relations import Product, Relations
 from ..rules.channels import Channels, varying
@@ -246,7 +246,7 @@ def _run(trace: Trace, views: Iterable[str], example_input: Any) -> dict[fx.Node
     ops: Ops = []
     with (
         evaluating(trace.model),
-        torch.no_grad(),
+        without_gradients(trace.model),
         sdpa_kernel(SDPBackend.MATH),
         parametrize.cached(),  # else a computed tensor is another at each read
     ):

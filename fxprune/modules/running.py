@@ -101,6 +101,22 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
         yield from _evaluating(model, training)
 
 
+@contextlib.contextmanager
+def without_gradients(model: nn.Module) -> Iterator[None]:
+    """No gradients, and no parameter that asks for one: PyTorch says of a view of such a parameter,
+    also where no gradients are recorded, that it has one, and its counter of operations then looks
+    for where that comes from. Inside :func:`evaluating`, for the parameters are the user's."""
+    asking = [p for p in model.parameters() if p.requires_grad]
+    with torch.no_grad():
+        for p in asking:
+            p.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for p in asking:
+                p.requires_grad_(True)
+
+
 def _evaluating(model: nn.Module, training: bool) -> Iterator[None]:
     modules = parts_of(model)
     before = Snapshot(modules)
