@@ -70,14 +70,15 @@ def rms_norm_function(a, call):
 
 
 def group(a, call, x, groups, weight, bias):
-    """Each group of channels is one sample: groups keep equally many, and see fewer. What is left
-    of groups of one channel each are such groups."""
+    """Each group of channels is one sample: groups keep equally many, and see fewer. Where channels
+    go by whole groups, such as the heads before a norm of each, fewer groups are left."""
     x = a.freeze_dims(x, [0, *range(2, len(x.shape))], "group norm averages over them", call)
     width = x.shape[1]
     if not is_single(call, groups):
+        groups = a.parts_left(call, 1, groups)
         parts = a.view(call, remap(x, {1: 0}, (width,)), (groups, width // groups))
         for axis in parts.touching([0]):
-            a.hold(axis, [0])
+            a.hold(axis, [0], rather=True)
         for axis in x.axes:
             a.approximate(axis, call)
     given = {
@@ -95,14 +96,12 @@ def is_single(call, groups):
 
 
 def group_width(m, new):
-    width = new.input[1]
-    groups = width if m.num_groups == m.num_channels else m.num_groups
-    return {"num_channels": width, "num_groups": groups}
+    return {"num_channels": new.input[1], "num_groups": new.parts(1, m.num_groups)}
 
 
 def group_count(call, new):
-    """F.group_norm of groups of one channel has as many groups as channels."""
-    return {(1, "num_groups"): new.result[1]} if is_single(call, None) else {}
+    """F.group_norm has as many groups as channels are left of."""
+    return {(1, "num_groups"): new.parts(1, call.recorded(1, "num_groups"))}
 
 
 @register(nn.GroupNorm, kind="norm", attributes=group_width)
@@ -115,5 +114,5 @@ def group_norm(a, call):
 @register("group_norm", kind="norm", resize=group_count)
 def group_norm_function(a, call):
     """y[g, c] = (x[g, c] - mean over c) / std over c · γ[g, c] + β[g, c]."""
-    groups = call.arg(1, "num_groups")
+    groups = call.recorded(1, "num_groups")
     return group(a, call, call.channels(), groups, call.arg(2, "weight"), call.arg(3, "bias"))

@@ -331,6 +331,53 @@ def test_29_windows_that_are_shifted():
     assert small.inp.out_channels == 8
 
 
+class Retention(nn.Module):
+    """Every head is normalised by itself, as a group of channels."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.heads = 4
+        self.qkv, self.out = nn.Linear(6, 72), nn.Linear(24, 3)
+        self.norm = norm if isinstance(norm, nn.Module) else None
+        self.function = None if self.norm else norm
+
+    def forward(self, x):
+        b, n, _ = x.shape
+        q, k, v = self.qkv(x).view(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = (q @ k.transpose(-2, -1) / n) @ v
+        y = y.transpose(1, 2).reshape(b * n, -1)
+        y = self.norm(y) if self.norm else self.function(self, y)
+        return self.out(y.view(b, n, -1))
+
+
+NORMS = {
+    "module": lambda: nn.GroupNorm(4, 24),
+    "without weights": lambda: nn.GroupNorm(4, 24, affine=False),
+    "two groups a head": lambda: nn.GroupNorm(8, 24),
+    "by an attribute": lambda: lambda s, y: F.group_norm(y, s.heads),
+    "by a number": lambda: lambda s, y: F.group_norm(y, 4),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_29_heads_that_are_groups_of_a_norm_go_with_their_groups(norm):
+    model, x = awake(Retention(NORMS[norm]())), tokens()
+    plan, small = check(model, x)
+    assert small.heads == 2 and small.qkv.out_features == 36
+    if small.norm:
+        assert small.norm.num_groups == model.norm.num_groups // 2
+    for n in (7, 4):  # a group that is gone was counted by no other: what masks make is exact
+        assert difference(run(plan.mask(model), tokens(n)), run(small, tokens(n))) < 1e-9
+    assert check(model, x, attention="head_dim")[1].qkv.out_features < 72
+
+
+def test_29_a_norm_of_two_heads_together_keeps_equally_many_of_each_of_its_groups():
+    plan, small = check(awake(Retention(nn.GroupNorm(2, 24))), tokens(), sparsity=0.5)
+    assert (small.heads, small.norm.num_groups) == (2, 2)
+    gone = plan.groups[0].removed.tolist()
+    assert len(gone) == 2 and sorted(head // 2 for head in gone) == [0, 1]
+
+
 @pytest.mark.parametrize("how", HOW)
 def test_29_linear_attention(how):
     """No softmax over positions: a kernel of features of each head."""

@@ -55,6 +55,10 @@ class Meanings:
         """How many groups are left of the ``old`` ones of a grouped weight."""
         return old
 
+    def parts_left(self, call: Call, dim: int, count: int) -> int:
+        """Of how many of ``count`` equal parts of the call's first argument something is left."""
+        return count
+
     def tensor_shape(self, value: Named) -> tuple[int, ...]:
         return value.spec.shape
 

@@ -59,6 +59,15 @@ class NewSizes:
         call = Call(self.replay, self.node, None, (), {})
         return None if bool(rows.all()) else Left(rows, axis.units, call)
 
+    def parts(self, dim: int, count: int) -> int:
+        """Of how many of ``count`` equal parts of the first argument something stays."""
+        left = self.keep(dim)
+        if left is None:
+            return count
+        stays = [left[i] for i in range(len(left))]
+        size = len(left) // count
+        return sum(any(stays[i : i + size]) for i in range(0, len(left), size))
+
     def refuse(self, tensor: str, reason: str) -> NoReturn:
         """The layer cannot have these sizes: what its ``tensor`` was to lose stays."""
         call = Call(self.replay, self.node, None, (), {}, path=str(self.node.target))
@@ -83,6 +92,9 @@ class OldSizes:
 
     def keep(self, dim: int) -> None:
         return None
+
+    def parts(self, dim: int, count: int) -> int:
+        return count
 
 
 class Left:

@@ -127,6 +127,9 @@ class Resizing(Orders):
         axes = self._by_name.get(weight.name)
         return self.view_shape(weight.name)[0] if axes and axes[0].view[0] == old else old
 
+    def parts_left(self, call: Call, dim: int, count: int) -> int:
+        return NewSizes(self, call.node).parts(dim, count)
+
     # -- that calls are given ---------------------------------------------------------------------
 
     def resize(self, call: Call) -> None:
