@@ -96,7 +96,9 @@ def is_single(call, groups):
 
 
 def group_width(m, new):
-    return {"num_channels": new.input[1], "num_groups": new.parts(1, m.num_groups)}
+    width = new.input[1]
+    groups = width if m.num_groups == m.num_channels else new.parts(1, m.num_groups)
+    return {"num_channels": width, "num_groups": groups}
 
 
 def group_count(call, new):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -61,6 +62,8 @@ class NewSizes:
 
     def parts(self, dim: int, count: int) -> int:
         """Of how many of ``count`` equal parts of the first argument something stays."""
+        if self.replay is None:  # a layer alone, for how long it takes: which stay nobody knows
+            return math.gcd(self.input[dim], count)
         left = self.keep(dim)
         if left is None:
             return count
