@@ -65,11 +65,7 @@ class NewSizes:
         if self.replay is None:  # a layer alone, for how long it takes: which stay nobody knows
             return math.gcd(self.input[dim], count)
         left = self.keep(dim)
-        if left is None:
-            return count
-        stays = [left[i] for i in range(len(left))]
-        size = len(left) // count
-        return sum(any(stays[i : i + size]) for i in range(0, len(left), size))
+        return count if left is None else left.parts(count)
 
     def refuse(self, tensor: str, reason: str) -> NoReturn:
         """The layer cannot have these sizes: what its ``tensor`` was to lose stays."""
@@ -118,6 +114,11 @@ class Left:
     def before(self, at: int) -> int:
         """How many of the slices before the one at ``at`` stay."""
         return int(self._same(self._rows[:, :at].sum(1)))
+
+    def parts(self, count: int) -> int:
+        """Of how many of ``count`` equal parts something stays."""
+        some = self._rows.reshape(len(self._rows), count, -1).any(2)
+        return int(self._same(some.sum(1)))
 
     def refuse(self, reason: str) -> NoReturn:
         """The call cannot have what is left of them."""
