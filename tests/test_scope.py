@@ -315,3 +315,10 @@ def test_isomorphic_groups_of_a_transformer():
 def test_settings_that_mean_nothing_are_said_to(settings, words):
     with pytest.raises(fxprune.SettingError, match=words):
         fxprune.plan(loud(), X.float(), **settings)
+
+
+def test_what_has_to_stay_of_one_kind_is_lost_by_all_others():
+    scores = np.array([*range(16), *[np.inf] * 8, *range(8)])
+    kinds = np.repeat([0, 1, 2], [16, 8, 8])
+    kept = Choice(np.arange(1, 33), scores, [], [], kinds=kinds).keep(0.5)
+    assert [int(kept[kinds == kind].sum()) for kind in range(3)] == [5, 8, 3]  # of 24 others 8

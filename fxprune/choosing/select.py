@@ -333,13 +333,16 @@ class _Part:
 
 
 def _shares(sizes: np.ndarray, least: np.ndarray, count: int) -> np.ndarray:
-    """``count`` as whole numbers, as near to the same fraction of all ``sizes`` as these can be."""
-    exact = sizes * (count / sizes.sum())
-    found = np.maximum(np.floor(exact + 1e-9).astype(int), least)
-    missing = count - int(found.sum())
-    room = found < sizes if missing > 0 else found > least
-    by = np.where(room, np.sign(missing) * (exact - found), -np.inf)
-    found[np.argsort(-by, kind="stable")[: abs(missing)]] += np.sign(missing)
+    """``count`` as whole numbers, as near to the same fraction of all ``sizes`` as these can be;
+    what at ``least`` has to be of some is taken from all others."""
+    exact, free = sizes * (count / sizes.sum()), np.ones(len(sizes), dtype=bool)
+    while (short := free & (exact < least)).any():
+        free &= ~short
+        exact = np.where(free, 0.0, least)
+        if free.any():
+            exact[free] = sizes[free] * ((count - exact.sum()) / sizes[free].sum())
+    found = np.floor(exact + 1e-9).astype(int)
+    found[np.argsort(found - exact, kind="stable")[: count - int(found.sum())]] += 1
     return found
 
 
