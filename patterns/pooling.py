@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn import functional as F
 
+from fxprune.patterns.joining import end_to_end
 from fxprune.rules.channels import Channels
 from fxprune.rules.registry import register
 
@@ -114,8 +115,8 @@ PADS = (
 )  # fmt: skip
 
 
-def pad(a, call, amounts, mode, value):
-    """Along channels a pad is slices that stay; around positions it is a border."""
+def pad(a, call, amounts, numbers, mode, value):
+    """Along channels a pad is slices of its own; around positions it is a border."""
     x = call.channels()
     rank = len(x.shape)
     dims = [rank - 1 - i // 2 for i, n in enumerate(amounts) if n]
@@ -124,33 +125,91 @@ def pad(a, call, amounts, mode, value):
     value = 0.0 if value is None else value
 
     labelled = {d for axis in x.axes for d in axis.dims}
+    wider = a.decide(call, lambda: widened(a, x, amounts, numbers))
 
-    def padded(t):
-        inside = [n if rank - 1 - i // 2 in labelled else 0 for i, n in enumerate(amounts)]
+    def padded(t):  # slices of which nothing is known but that they are there stay
+        stiff = labelled.difference(wider)
+        inside = [n if rank - 1 - i // 2 in stiff else 0 for i, n in enumerate(amounts)]
         return F.pad(t, inside, value=value if t.is_floating_point() else 0)
 
-    y = a.move(call, x, padded, call.shape, touched=set(dims) & labelled)
+    for dim in wider:
+        around = a.put_around(call, dim, at_ends(amounts, rank, dim), value)
+        x = with_ends(a, call, x, dim, *around)
+    y = a.move(call, x, padded, call.shape, touched=(set(dims) & labelled).difference(wider))
     if set(dims) <= labelled:
         return y
     return a.bordered(y) if value == 0 else a.forget(y)
 
 
-@register(*PADS, kind="pad")
+def widened(a, x, amounts, numbers):
+    """Dimensions of channels that get as many slices for every input."""
+    rank, found = len(x.shape), []
+    for axis in x.axes:
+        dim = axis.dims[0]
+        before, behind = at_ends(amounts, rank, dim)
+        fixed = not any(map(a.varies, at_ends(numbers, rank, dim)))
+        more = before >= 0 and behind >= 0 and before + behind > 0
+        if len(axis.dims) == 1 and not axis.blank and more and fixed:
+            found.append(dim)
+    return found
+
+
+def at_ends(amounts, rank, dim):
+    """Of what is put around a tensor, that before and behind ``dim``."""
+    at = 2 * (rank - 1 - dim)
+    return tuple(amounts[at : at + 2]) if at < len(amounts) else (0, 0)
+
+
+def with_ends(a, call, x, dim, before, behind):
+    """``x`` between slices that are before and behind it along ``dim``."""
+    parts = []
+    for axis in (before, x.axis(dim), behind):
+        shape = tuple(len(axis.units) if d == dim else n for d, n in enumerate(x.shape))
+        parts.append(Channels(shape, (axis,)))
+    shape = tuple(sum(p.shape[d] for p in parts) if d == dim else n for d, n in enumerate(x.shape))
+    joined = end_to_end(a, call, parts, dim)
+    return Channels(shape, tuple(joined if dim in axis.dims else axis for axis in x.axes))
+
+
+def new_amounts(amounts, new):
+    """What is to be put around a tensor: of slices that are channels, those that stay."""
+    rank, found = len(new.before), list(amounts)
+    for dim in range(rank):
+        before, behind = at_ends(amounts, rank, dim)
+        left = new.keep_of_result(dim) if min(before, behind) >= 0 < before + behind else None
+        if left is not None:
+            end = len(left) - behind
+            at = 2 * (rank - 1 - dim)
+            found[at : at + 2] = left.before(before), left.before(len(left)) - left.before(end)
+    return tuple(found)
+
+
+def new_padding(module, new):
+    return {"padding": new_amounts(module.padding, new)}
+
+
+@register(*PADS, kind="pad", attributes=new_padding)
 def pad_module(a, call):
     """y[c] = x[c] with values put around it."""
     m = call.module
     name = type(m).__name__
     mode = "constant" if name.startswith(("Zero", "Constant")) else "edge"
-    return pad(a, call, list(m.padding), mode, getattr(m, "value", 0.0))
+    return pad(a, call, list(m.padding), list(m.padding), mode, getattr(m, "value", 0.0))
 
 
-@register("pad", "constant_pad_nd", kind="pad")
+def new_pad(call, new):
+    return {(1, "pad"): new_amounts(call.recorded(1, "pad"), new)}
+
+
+@register("pad", "constant_pad_nd", kind="pad", resize=new_pad)
 def pad_function(a, call):
     """x with values put around it, positions or channels."""
+    amounts = call.recorded(1, "pad")
+    numbers = call.node.args[1] if len(call.node.args) > 1 else call.node.kwargs["pad"]
     mode = call.arg(2, "mode", "constant")
     if not isinstance(mode, str):  # aten: constant_pad_nd(x, pad, value)
-        return pad(a, call, list(call.arg(1, "pad")), "constant", mode)
-    return pad(a, call, list(call.arg(1, "pad")), mode, call.arg(3, "value", 0.0))
+        return pad(a, call, amounts, numbers, "constant", mode)
+    return pad(a, call, amounts, numbers, mode, call.arg(3, "value", 0.0))
 
 
 @register(F.unfold, nn.Unfold, kind="pool")

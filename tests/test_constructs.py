@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .oracle import check
+from .oracle import check, difference, run
 
 
 class Net(nn.Module):
@@ -260,7 +260,52 @@ def test_14_shortcut_padded_in_channels():
         forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 12, 3, padding=1), c=nn.Conv2d(12, 4, 3)
     )
     plan, small = check(net, image())
-    assert small.b.out_channels == small.a.out_channels + 4 == 8
+    assert (small.a.out_channels, small.b.out_channels) == (4, 6)  # with 2 of the 4 put around
+
+
+@pytest.mark.parametrize("kind", ["literal", "attribute", "module", "lambda"])
+def test_14_what_is_put_around_a_shortcut_goes_with_the_channels_it_meets(kind):
+    class Wider(nn.Module):
+        def __init__(self, before, behind):
+            super().__init__()
+            self.amounts = (0, 0, 0, 0, before, behind)
+            self.pad = nn.ConstantPad3d(self.amounts, 0.5)
+            self.function = lambda y: F.pad(y, (0, 0, 0, 0, before, behind), value=1.0)
+
+        def forward(self, y):
+            return {
+                "literal": lambda: F.pad(y, (1, 0, 0, 1, 3, 5))[:, :, :-1, 1:],
+                "attribute": lambda: F.pad(y, self.amounts),
+                "module": lambda: self.pad(y),
+                "lambda": lambda: self.function(y),
+            }[kind]()
+
+    def forward(s, x):
+        y = s.a(x).relu()
+        y = (s.b(y) + s.once(y)).relu()
+        return s.d((s.c(y) + s.again(y)).relu())
+
+    net = Net(
+        forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 16, 3, padding=1), once=Wider(3, 5),
+        c=nn.Conv2d(16, 24, 1), again=Wider(3, 5), d=nn.Conv2d(24, 4, 3),
+    )  # fmt: skip
+    plan, small = check(net, image())
+    assert [m.out_channels for m in (small.a, small.b, small.c)] == [4, 8, 12]
+    x = torch.randn(1, 3, 7, 9, dtype=torch.float64)
+    assert difference(run(plan.mask(net), x), run(small, x)) < 1e-9
+
+
+def test_14_what_is_put_around_stays_alone_where_its_amount_cannot_be_changed():
+    def forward(s, x):
+        y = s.a(x).relu()
+        return s.c((s.b(y) + s.pad(y)).relu())
+
+    net = Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 16, 1), pad=nn.Identity(),
+              c=nn.Conv2d(16, 4, 3))  # fmt: skip
+    net.pad.forward = lambda y: F.pad(y, (0, 0, 0, 0, 3, 5))  # hides the code that says so
+    plan, small = check(net, image())
+    assert (small.a.out_channels, small.b.out_channels) == (4, 12)
+    assert any(what.startswith("the slices that it puts around") for _, what in plan.notes)
 
 
 def test_15_patch_merging():

@@ -27,7 +27,7 @@ from ..rules.registry import as_patterns, every, scope
 from ..tracing import fusions
 from ..tracing.record import record
 from ..tracing.runs import OtherRuns
-from .planner import Planner
+from .planner import Planner, StayAround
 from .pruning_plan import PruningPlan
 
 
@@ -181,17 +181,21 @@ def make_plan(
         drawn = settings.bias == "expected" and trace.calls_any("norm")
         telling = Telling(settings.bias == "drop", masked, drawn)
         training = InTraining(trace, OtherRuns(model, example_input, settings.outputs))
-        relations = discover(
-            trace,
-            telling=telling if heard else None,
-            stays=lambda relations: [*training(relations), *beside_unreached(trace, relations)],
-        )
-        chooser = planner(trace, relations, settings, example_input, training, found, telling)
-        if settings.importance == "reconstruction" and batches is not None:
-            chooser.reconstruction = Reconstruction(trace, relations, batches)
-        if settings.target is not None:
-            chooser.budget = Budget(settings.target, trace, relations, example_input)
-        return chooser.plan()
+        while True:
+            relations = discover(
+                trace,
+                telling=telling if heard else None,
+                stays=lambda relations: [*training(relations), *beside_unreached(trace, relations)],
+            )
+            chooser = planner(trace, relations, settings, example_input, training, found, telling)
+            if settings.importance == "reconstruction" and batches is not None:
+                chooser.reconstruction = Reconstruction(trace, relations, batches)
+            if settings.target is not None:
+                chooser.budget = Budget(settings.target, trace, relations, example_input)
+            try:
+                return chooser.plan()
+            except StayAround as stuck:
+                trace.stay_around.update(dict.fromkeys(stuck.calls, stuck.reason))
 
 
 @contextlib.contextmanager

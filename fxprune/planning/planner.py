@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import fx, nn
 
 from .. import importance
 from ..budgets.budget import Budget
@@ -31,6 +31,7 @@ from ..relating.relations import Relations
 from ..relating.sayings import Telling
 from ..relating.training_only import InTraining
 from ..replaying import kept_indices as kept
+from ..rules.call import node_name
 from ..rules.channels import SourceAxis
 from ..tracing import fusions
 from ..tracing.trace import Trace
@@ -42,6 +43,15 @@ _ROUNDS = 50
 _TRIES = 4  # of counting carriers, whose number depends on the units that go
 _ENDLESS = "the scores of its units are infinite"
 _OF_NORMS = ("scale", "stat")  # roles of slices that act on channels which others make
+
+
+class StayAround(Exception):
+    """What some calls put around channels has to stay; the channels may go all the same."""
+
+    def __init__(self, calls: set[fx.Node], reason: str) -> None:
+        super().__init__(reason)
+        self.calls = calls
+        self.reason = reason
 
 
 class Planner:
@@ -78,7 +88,10 @@ class Planner:
         self.groups = groups.groups(relations)
         self._names = self._unique_names()
         self.scores: dict[int, np.ndarray] = {}
-        self.notes: list[tuple[str, str]] = []
+        self.notes: list[tuple[str, str]] = [
+            (node_name(node), f"the slices that it puts around channels stay: {reason}")
+            for node, reason in trace.stay_around.items()
+        ]
         size = int(relations.classes.max()) + 1 if len(relations.classes) else 1
         self.removed = np.zeros(size, dtype=bool)
         self.silent = np.zeros(size, dtype=bool)
@@ -265,6 +278,9 @@ class Planner:
             return mended
         except Unfit as unfit:
             classes = np.unique(self.relations.classes[unfit.units])
+            around = self._around(classes)
+            if around:
+                raise StayAround(around, unfit.reason) from unfit
             self._freeze_classes(classes, unfit.reason, unfit.where, unfit.line)
             return None
 
@@ -411,6 +427,14 @@ class Planner:
                 self.removed[units] = self.silent[units] = False
                 spared = True
         return spared
+
+    def _around(self, classes: np.ndarray) -> set[fx.Node]:
+        """Calls that put slices around channels, where it is no more than such slices that have to
+        stay."""
+        around = {node: self.relations.classes[a] for node, a in self.relations.around.items()}
+        every = np.concatenate([classes[:0], *around.values()])
+        alone = self.removed[classes].any() and np.isin(classes, every).all()
+        return {n for n, found in around.items() if alone and np.isin(found, classes).any()}
 
     def _freeze_classes(self, classes: np.ndarray, reason: str, where: str, line: str) -> None:
         """Freeze the groups of these units that lose any; where none does, all that do."""

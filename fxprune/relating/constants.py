@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..rules.call import Call, Named, Roles, leaves
-from ..rules.channels import Axis, Channels, SourceAxis, blank_axes
+from ..rules.channels import Axis, Channels, SourceAxis, blank_axes, ends_of
 from ..tracing.trace import Trace
 from .moments import Moments
 from .relations import Relations
@@ -71,6 +71,15 @@ class Retold(Sayings):
         before = self._before[call.node]
         return before.with_axes(
             axis.saying(self.filled(value, len(axis.units))) for axis in blank_axes(before, dims)
+        )
+
+    def put_around(
+        self, call: Call, dim: int, amounts: tuple[int, int], value: float
+    ) -> tuple[Axis, Axis]:
+        before, behind = ends_of(self._before[call.node], dim, amounts)
+        return (
+            before.saying(self.filled(value, len(before.units))),
+            behind.saying(self.filled(value, len(behind.units))),
         )
 
 

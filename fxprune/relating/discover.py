@@ -110,6 +110,7 @@ class Discover(Sayings):
         self.followers: list[Follower] = []
         self.views: dict[str, tuple[int, ...]] = {}
         self.added: set[int] = set()
+        self.around: dict[fx.Node, list[np.ndarray]] = {}
         self.stacks: dict[fx.Node, torch.Tensor] = {}
         self.plain: dict[fx.Node, set[int]] = {}
         # First labels of the axes that the call at hand has spoken of; None once it is not plain.
@@ -216,6 +217,21 @@ class Discover(Sayings):
                 labels = self.labels.fresh(n)
                 axes.append(Axis((d,), labels, self.filled(value, n), blank=True))
         return Channels(call.shape, tuple(axes))
+
+    def put_around(
+        self, call: Call, dim: int, amounts: tuple[int, int], value: float
+    ) -> tuple[Axis, Axis]:
+        self._spoken = None
+        before, behind = (
+            Axis((dim,), self.labels.fresh(n), self.filled(value, n)) for n in amounts
+        )
+        if call.node in self.trace.stay_around:
+            for axis in (before, behind):
+                self.freeze(axis, self.trace.stay_around[call.node], call)
+        else:
+            labels = self.around.setdefault(call.node, [])
+            labels += [before.units.numpy(), behind.units.numpy()]
+        return before, behind
 
     def kernel(self, call: Call, weight: Any, dims: Iterable[int]) -> Any:
         if isinstance(weight, Named):  # which other code may use as a matrix
@@ -383,6 +399,7 @@ class Discover(Sayings):
             followers=self.followers,
             views=self.views,
             added=self.added,
+            around={node: np.concatenate(labels) for node, labels in self.around.items()},
             said=self if self._settled and self.telling is not None else None,
         )
 

@@ -72,6 +72,13 @@ class Meanings:
         follow what it meets. Where ``dims`` are given, along these."""
         return self.rigid_result(call)
 
+    def put_around(
+        self, call: Call, dim: int, amounts: tuple[int, int], value: float
+    ) -> tuple[Axis, Axis]:
+        """Slices that the call puts before and behind those that channels have along ``dim``, so
+        many when the run was recorded: the units of what meets them there."""
+        raise NotImplementedError
+
     def source(self, value: Named, roles: Roles, view: tuple[int, ...] | None) -> Channels:
         raise NotImplementedError
 

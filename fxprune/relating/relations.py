@@ -81,6 +81,9 @@ class Relations:
     views: dict[str, tuple[int, ...]] = field(repr=False, default_factory=dict)
     # First labels of axes that patterns have called biases, though they make units with others.
     added: set[int] = field(repr=False, default_factory=set)
+    # Labels of the slices that calls put around channels: whether these go is all that the amounts
+    # of such a call depend on.
+    around: dict[fx.Node, np.ndarray] = field(repr=False, default_factory=dict)
     # What the first walk heard beside; None where roles changed on the way, and with them what
     # slices say.
     said: Sayings | None = field(repr=False, default=None)

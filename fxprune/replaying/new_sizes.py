@@ -44,7 +44,14 @@ class NewSizes:
 
     def keep(self, dim: int) -> Left | None:
         """What stays of the first argument along ``dim``; None where all does."""
-        old = self.replay.before[self._first]
+        return self._keep(self._first, dim)
+
+    def keep_of_result(self, dim: int) -> Left | None:
+        """What stays of the result along ``dim``; None where all does."""
+        return self._keep(self.node, dim)
+
+    def _keep(self, node: fx.Node, dim: int) -> Left | None:
+        old = self.replay.before[node]
         if isinstance(old, Named):  # a parameter that code takes apart
             old = self.replay.as_it_was(old)
         axis = old.axis(dim) if isinstance(old, Channels) else None
@@ -94,6 +101,9 @@ class OldSizes:
 
     def parts(self, dim: int, count: int) -> int:
         return count
+
+    def keep_of_result(self, dim: int) -> None:
+        return None
 
 
 class Left:

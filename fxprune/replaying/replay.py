@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from ..rules.call import Call, Named, Roles
-from ..rules.channels import Axis, Channels, SourceAxis, blank_axes
+from ..rules.channels import Axis, Channels, SourceAxis, blank_axes, ends_of
 from ..rules.shapes import broadcast_shape, view_dims
 from .answers import wrong_answers
 from .faults import Fault
@@ -255,6 +255,15 @@ class Replay(Resizing):
         known = blank_axes(self.before[call.node], dims)
         axes = (replace(a, units=self._compress(a.units, a.units)) for a in known)
         return Channels(call.shape, tuple(axes))
+
+    def put_around(
+        self, call: Call, dim: int, amounts: tuple[int, int], value: float
+    ) -> tuple[Axis, Axis]:
+        before, behind = ends_of(self.before[call.node], dim, amounts)
+        return (
+            replace(before, units=self._compress(before.units, before.units)),
+            replace(behind, units=self._compress(behind.units, behind.units)),
+        )
 
     def index_values(self, call: Call, index: Named, x: Channels, dim: int) -> Tensor | None:
         """Positions among the kept channels."""

@@ -142,7 +142,8 @@ class Resizing(Orders):
             computed = argument_at(asked, position, name)
             written = argument_at(call.node, position, name)
             if not same_sizes(computed, needed, written):
-                units = self.units_around(call.node)
+                around = self._relations.around.get(call.node)
+                units = self.units_around(call.node) if around is None else around
                 self.blame(WrongSize(units, call.node, (position, name), computed, needed, instead))
             self._give(call, (position, name), needed)
 

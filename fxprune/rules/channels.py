@@ -185,6 +185,15 @@ def blank_axes(x: Channels, dims: Container[int] | None) -> list[Axis]:
     return [a for a in x.axes if a.blank and (dims is None or all(d in dims for d in a.dims))]
 
 
+def ends_of(x: Channels, dim: int, amounts: tuple[int, int]) -> tuple[Axis, Axis]:
+    """Of the axis of ``x`` along ``dim``, so many first slices and so many last ones."""
+    axis = x.axis(dim)
+    assert axis is not None
+    before, behind = amounts
+    units = axis.units
+    return Axis(axis.dims, units[:before]), Axis(axis.dims, units[len(units) - behind :])
+
+
 def laid_over(rows: Tensor, dims: tuple[int, ...], over: Iterable[int]) -> Tensor:
     """An array (rows, ...) along ``dims`` as one along ``over``, of size 1 along those it has
     not."""
