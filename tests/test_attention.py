@@ -837,3 +837,26 @@ def test_attention_that_drops_weights_in_training_only_is_not_written_anew_witho
     assert any("runs other code in training mode" in (reason or "") for reason in reasons)
     small.train()
     assert (small(tokens()) != small(tokens())).any()
+
+
+@pytest.mark.parametrize("kind", ["layer", "parameter"])
+def test_heads_go_beside_relative_positions_that_all_of_them_share(kind):
+    torch.manual_seed(0)
+    table = nn.Embedding(21, 8)
+
+    def forward(s, x):
+        b, n, _ = x.shape
+        q, k, v = (t.view(b, n, 4, -1).transpose(1, 2) for t in (s.q(x), *s.kv(x).chunk(2, -1)))
+        apart = torch.arange(n)[:, None] - torch.arange(n) + 10
+        places = s.table(apart) if kind == "layer" else s.table[apart]
+        scores = torch.einsum("bhid,bhjd->bhij", q, k)
+        scores = scores + torch.einsum("bhid,ijd->bhij", q, places)
+        y = torch.einsum("bhij,bhjd->bhid", scores.softmax(-1), v)
+        return s.o(y.transpose(1, 2).reshape(b, n, -1))
+
+    net = Net(forward, q=nn.Linear(6, 32), kv=nn.Linear(6, 64), o=nn.Linear(32, 3),
+              table=table if kind == "layer" else table.weight)  # fmt: skip
+    plan, small = check(net, torch.randn(2, 7, 6, dtype=torch.float64))
+    assert small.q.out_features == small.o.in_features == 16
+    x = torch.randn(3, 5, 6, dtype=torch.float64)
+    assert difference(run(plan.mask(net), x), run(small, x)) < 1e-9

@@ -411,22 +411,36 @@ class Discover(Sayings):
         return classes, frozen | ~owned
 
     def shared_in_vain(self, relations: Relations) -> set[str]:
-        """Tensors that are the same for every head (a norm's weight, a rotary table), where that
-        makes one unit of all heads: better they stay, and heads can go."""
+        """Tensors that are the same for every head (a norm's weight, a rotary table, an embedding
+        of relative positions), where that makes one unit of all heads: better they stay, and heads
+        can go."""
         if not self._spread:
             return set()
-        # A layer whose heads are shared can shrink, a table of frequencies is only read.
-        made = {s.name for s in self.sources if s.role == "out"} - self._buffers
+        # A layer whose heads are shared can shrink, with what it reads; a table reads nothing.
+        out, reading = ({s.name for s in self.sources if s.role == r} for r in ("out", "in"))
+        made = (out & reading) - self._buffers
         found: set[str] = set()
         for rectangle in self._rectangles:
             classes = distinct(relations.classes[rectangle.units.numpy()])
-            if len(classes) > 1 or classes[0] == 0 or len(varying(rectangle.units)) < 2:
+            if len(classes) > 1 or len(varying(rectangle.units)) < 2:
                 continue
             for labels in self._spread:
-                if (relations.classes[labels] == classes[0]).any():
+                if self._hang_together(relations, rectangle.units.numpy(), labels):
                     owners = distinct(relations.owners[labels])
                     found |= {self.sources[i].name for i in owners if i >= 0}
         return found - made
+
+    def _hang_together(self, relations: Relations, heads: np.ndarray, labels: np.ndarray) -> bool:
+        """Whether labels that are the same for all heads are of the heads' one unit; where that has
+        to stay, whether they have to with it, and no other slices of their tensors may go."""
+        one = relations.classes[heads.flat[0]]
+        if one:
+            return bool((relations.classes[labels] == one).any())
+        linked, owners = relations.linked, relations.owners[labels]
+        names = {self.sources[i].name for i in distinct(owners) if i >= 0}
+        axes = [s for s in self.sources if s.name in names]
+        stay = not any(relations.of(axis).any() for axis in axes)
+        return stay and bool(np.isin(linked[labels], linked[heads]).any())
 
 
 def _is_plain(value: Any) -> bool:
