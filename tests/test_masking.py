@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -209,3 +210,24 @@ def test_it_has_where_code_may_write_to_them(always):
     x = torch.ones(2, 6, dtype=torch.float64)
     plan = fxprune.plan(model, x)
     assert model.b.bias.data_ptr() not in memories(mask(plan, model, shared=True))
+def test_a_class_that_asks_for_more_of_its_subclasses_is_masked_and_keeps_its_list_of_them():
+    class Family(nn.Module):
+        members: ClassVar[list[str]] = []
+
+        def __init_subclass__(cls, called):
+            cls.members.append(called)
+
+    class Member(Family, called="one"):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 3, dtype=torch.float64))
+
+        def forward(self, x):
+            return x @ self.weight.t()
+
+    net = nn.Sequential(Member(), nn.ReLU(), nn.Linear(8, 2)).double().eval()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    plan = fxprune.plan(net, x, sparsity=0.5)
+    small = fxprune.prune(net, x, sparsity=0.5)
+    assert small[0].weight.shape == (4, 3) and isinstance(plan.mask(net)[0], Member)
+    assert Family.members == ["one"] and type(net[0]) is Member

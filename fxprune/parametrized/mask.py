@@ -58,9 +58,31 @@ def own_class(module: nn.Module) -> None:
     """Copies of a parametrized module share the class that holds its properties: give it its own,
     so that adding or removing one leaves the other copies alone."""
     if parametrize.is_parametrized(module):
-        cls = type(module)
-        space = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
-        module.__class__ = derived(cls.__base__, cls.__name__, space)
+        _made_again(module, type(module).__base__)
+
+
+def _made_again(module: nn.Module, base: Any) -> None:
+    """Give a module a class like its own that derives from ``base``."""
+    cls = type(module)
+    space = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    module.__class__ = derived(base, cls.__name__, space)
+
+
+def parametrized_by(module: nn.Module, name: str, made: nn.Module) -> None:
+    """Have ``made`` compute a tensor of a module. Its class does not hear of the one that PyTorch
+    derives from it for that: it might ask for more than a name, or keep a list of such classes."""
+    cls = type(module)
+    if parametrize.is_parametrized(module):
+        parametrize.register_parametrization(module, name, made, unsafe=True)
+        return
+    silent = classmethod(lambda cls, **given: None)
+    module.__class__ = derived(cls, cls.__name__, {"__init_subclass__": silent})
+    try:
+        parametrize.register_parametrization(module, name, made, unsafe=True)
+    except BaseException:
+        module.__class__ = cls
+        raise
+    _made_again(module, cls)
 
 
 def bake(model: nn.Module, *, others: bool = False) -> None:
@@ -142,7 +164,7 @@ def put_on(module: nn.Module, name: str, keep: Tensor) -> None:
     elif name in module._non_persistent_buffers_set:
         mask.was = "not persistent"
     # A mask changes neither shape nor type: PyTorch need not run it to see.
-    parametrize.register_parametrization(module, name, mask, unsafe=True)
+    parametrized_by(module, name, mask)
     _complete_class(module)
 
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..modules.inspecting import parts_of, tensors_of
 from ..modules.near import codes_near, names_in
-from .mask import own_class, parametrizations
+from .mask import own_class, parametrizations, parametrized_by
 
 
 class HookedNorm(nn.Module):
@@ -116,7 +115,7 @@ def _to_parametrization(module: nn.Module, hook: Any) -> None:
     del vars(module)[name]
     with torch.no_grad():
         own[name] = nn.Parameter(made(g, v))
-    parametrize.register_parametrization(module, name, made, unsafe=True)
+    parametrized_by(module, name, made)
     parametrizations(module)[name]._parameters.update(original0=g, original1=v)
 
 
