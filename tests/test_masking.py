@@ -210,6 +210,8 @@ def test_it_has_where_code_may_write_to_them(always):
     x = torch.ones(2, 6, dtype=torch.float64)
     plan = fxprune.plan(model, x)
     assert model.b.bias.data_ptr() not in memories(mask(plan, model, shared=True))
+
+
 def test_a_class_that_asks_for_more_of_its_subclasses_is_masked_and_keeps_its_list_of_them():
     class Family(nn.Module):
         members: ClassVar[list[str]] = []
