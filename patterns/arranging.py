@@ -110,7 +110,7 @@ def new_repeat(call, new):
 def repeat(a, call):
     """y[i] = x[i mod n]: all slices, then all again."""
     x = call.channels()
-    times = told(call, sizes_of(call, 1, "repeats" if call.word == "repeat" else "dims"))
+    times = told(call, sizes_of(call, "repeats" if call.word == "repeat" else "dims"))
     times = [1] * (len(x.shape) - len(times)) + times
     wide = with_rank(x, len(times))
     shape = tuple(n * t for n, t in zip(wide.shape, times, strict=True))
@@ -153,7 +153,7 @@ def repeat_interleave(a, call):
 @register("flip")
 def flip(a, call):
     """y[i] = x[n - 1 - i]."""
-    dims = sizes_of(call, 1, "dims")
+    dims = sizes_of(call, "dims")
     if not all(isinstance(d, int) for d in dims):
         return a.unknown(call)
     return a.move(call, call.channels(), lambda t: t.flip(dims))

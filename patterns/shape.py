@@ -12,12 +12,10 @@ from fxprune.rules.registry import register
 from fxprune.rules.shapes import reshape_groups
 
 
-def sizes_of(call, position=1, name="shape"):
-    """The sizes among a call's arguments, given one by one or as one sequence."""
-    value = call.arg(position, name, call.kwargs.get("size"))
-    if isinstance(value, (tuple, list, Size)):
-        return list(value)
-    return list(call.args[position:])
+def sizes_of(call, name):
+    """The numbers behind a call's tensor, given one by one or as one sequence."""
+    value = call.arg(1, name, call.kwargs.get("size"))
+    return list(value if isinstance(value, (tuple, list, Size)) else call.args[1:])
 
 
 def given(call, first=1):
@@ -110,19 +108,14 @@ def new_unflatten(call, new):
     return {(2, "sizes"): tuple(new.result[dim : dim + count])}
 
 
-@register("unflatten", kind="flatten", resize=new_unflatten)
-def unflatten(a, call):
-    """One dimension as several, elements in their order."""
-    return a.view(call, call.channels(), call.shape)
-
-
 def unflattened(m, new):
     dim = m.dim % len(new.input)
     return {"unflattened_size": tuple(new.result[dim : dim + len(m.unflattened_size)])}
 
 
+@register("unflatten", kind="flatten", resize=new_unflatten)
 @register(nn.Unflatten, kind="flatten", attributes=unflattened)
-def unflatten_module(a, call):
+def unflatten(a, call):
     """One dimension as several, elements in their order."""
     return a.view(call, call.channels(), call.shape)
 
@@ -138,7 +131,7 @@ def reorder(a, call, order):
 def permute(a, call):
     """y[i₀, i₁, …] = x[…] with dimension order[k] of x as dimension k of y."""
     rank = len(call.channels().shape)
-    return reorder(a, call, [d % rank for d in sizes_of(call, 1, "dims")])
+    return reorder(a, call, [d % rank for d in sizes_of(call, "dims")])
 
 
 @register("transpose", "swapaxes", "swapdims", kind="permute")
