@@ -136,8 +136,7 @@ class Perturbing:
         s = readers[0]
         names, theirs = ([n for d in rule.layouts[key] for n in d] for key in (weight, bias))
         w = self.trace.tensor(s.name).detach().reshape(s.view)
-        gone = torch.from_numpy(self.free.of(s.labels()) == unit).to(w.device)
-        gone = gone.reshape([n if d in s.dims else 1 for d, n in enumerate(s.view)])
+        gone = s.laid(torch.from_numpy(self.free.of(s.labels()) == unit).to(w.device))
         rest = [d for d, n in enumerate(names) if n not in theirs]
         added = (w * gone * _CONSTANT).sum(rest) if rest else w * gone * _CONSTANT
         value = self._inner(source, rule) if border else self.values[source].clone()
@@ -245,9 +244,8 @@ class Perturbing:
         """Weights whose slices that read a unit are zero."""
         zero: dict[Any, Tensor] = {}
         for s in readers:
-            gone = torch.from_numpy(self.free.of(s.labels()) == unit)
+            gone = s.laid(torch.from_numpy(self.free.of(s.labels()) == unit))
             tensor = zero.get(s.name, self.trace.tensor(s.name).detach()).reshape(s.view)
-            gone = gone.reshape([n if d in s.dims else 1 for d, n in enumerate(s.view)])
             zero[s.name] = tensor.masked_fill(gone.to(tensor.device), 0).reshape(s.tensor_shape)
         return zero
 

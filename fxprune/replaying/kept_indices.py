@@ -73,11 +73,14 @@ def _rows(axis: SourceAxis, order: Tensor) -> dict[int, Tensor]:
     found = {}
     for i, d in enumerate(axis.dims[:-1]):
         if order.shape[i] < axis.view[d] and (d,) in [tuple(dims) for dims in merged]:
-            rows = order.movedim(i, 0).reshape(order.shape[i], -1)[:, 0]
-            inner = math.prod(axis.view[later] for later in axis.dims[i + 1 :])
             dim = next(k for k, dims in enumerate(merged) if d in dims)
-            found[dim] = rows // inner % axis.view[d]
+            found[dim] = _leading(axis, order, i)
     return found
+
+
+def _leading(axis: SourceAxis, order: Tensor, i: int) -> Tensor:
+    """What is left along the ``i``-th dimension, of which slices go whole."""
+    return axis.along(order.movedim(i, 0).reshape(order.shape[i], -1)[:, 0], i)
 
 
 def _changes(axis: SourceAxis, order: Tensor) -> bool:
@@ -151,12 +154,8 @@ def _take(x: Tensor, axis: SourceAxis, order: Tensor, done: set[int]) -> Tensor:
     width = axis.view[last]
     index = order % width
     for i, d in enumerate(lead):
-        rows = order.movedim(i, 0).reshape(order.shape[i], -1)[:, 0]
-        for later in axis.dims[i + 1 :]:
-            rows = rows // axis.view[later]
-        rows = rows % axis.view[d]
         if d not in done:
-            x = x.index_select(d, rows)
+            x = x.index_select(d, _leading(axis, order, i))
             done.add(d)
     rows = index.reshape(-1, index.shape[-1])
     if bool((rows == rows[0]).all()):  # the same of each: much faster than one by one

@@ -54,8 +54,7 @@ class Replay(Resizing):
             merged = view_dims(s.tensor_shape, s.view)
             home = {d: i for i, dims in enumerate(merged) for d in dims}
             for i, d in enumerate(s.dims[:-1]):
-                inner = math.prod(s.view[later] for later in s.dims[i + 1 :])
-                at = (order // inner % s.view[d]).movedim(i, 0).flatten(1)
+                at = s.along(order, i).movedim(i, 0).flatten(1)
                 if home[d] != home[s.dims[-1]] and not bool((at == at[:, :1]).all()):
                     raise Mismatch(s.labels(), DIFFERENT, None)
 

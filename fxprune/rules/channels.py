@@ -98,6 +98,10 @@ class SourceAxis:
     def labels(self) -> Tensor:
         return self._labels
 
+    def along(self, positions: Tensor, i: int) -> Tensor:
+        """Where ``positions`` in the axis (row-major) are along the ``i``-th of its dimensions."""
+        return positions // math.prod(self.shape[i + 1 :]) % self.shape[i]
+
 
 Said = Tensor | Callable[[], Tensor | None] | None  # an axis' constants, or who knows them
 
