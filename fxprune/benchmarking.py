@@ -7,7 +7,6 @@ import io
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from .errors import InputError, ModelError, SettingError
 from .modules import tree
 from .modules.copying import copy_model
-from .modules.given import check_flag
+from .modules.given import check_flag, is_number, is_whole
 from .modules.inspecting import count_parameters, device_of
 from .modules.running import bind_inputs, evaluating, without_gradients
 
@@ -157,7 +156,7 @@ def benchmark(
     if device is None:
         device = device_of(before) if isinstance(before, nn.Module) else "cpu"
     where = _check(mode, device, dtype, channels_last, threads, seconds)
-    threads = torch.get_num_threads() if threads is None else threads
+    threads = torch.get_num_threads() if threads is None else int(threads)
     args, kwargs = _moved(bind_inputs(example_input), where, dtype, channels_last)
     with _undisturbed(where), torch.no_grad():
         calls, sizes = [], []
@@ -231,10 +230,9 @@ def _check(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise SettingError(f"dtype={dtype!r} is not a floating-point type such as torch.bfloat16")
     check_flag("channels_last", channels_last)
-    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool)
-                                or threads < 1):  # fmt: skip
+    if threads is not None and (not is_whole(threads) or threads < 1):
         raise SettingError(f"threads={threads!r} is not a positive integer")
-    if not isinstance(seconds, Real) or isinstance(seconds, bool) or not 0 < float(seconds) < 1e6:
+    if not is_number(seconds) or not 0 < float(seconds) < 1e6:
         raise SettingError(f"seconds={seconds!r} is no length of time above 0")
     try:
         where = torch.device(device)

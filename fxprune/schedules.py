@@ -115,7 +115,7 @@ def shares(
         last = settings.get("sparsity", 0.5)
         _check_fractions(last.values() if isinstance(last, Mapping) else [last])
         steps = 1 if steps is None else steps
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        if not is_whole(steps) or steps < 1:
             raise SettingError(f"steps={steps!r} is not a positive integer")
         if steps > 1 and schedule == "once":
             raise SettingError(f"steps={steps}: schedule='once' takes one step")

@@ -6,13 +6,13 @@ import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor, nn
 
 from .. import importance
 from ..errors import SettingError
+from ..modules.given import check_flag, is_number, is_whole
 from ..modules.inspecting import modules_of, parts_of
 from .rounding import preferred
 from .scope import SCOPES
@@ -67,19 +67,18 @@ def checked(given: Settings) -> Settings:
         )
     sparsity = _SPARSITY if sparsity is None else sparsity
     for value in _values(sparsity):
-        if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= float(value) < 1:
+        if not is_number(value) or not 0 <= float(value) < 1:
             raise SettingError(
                 f"sparsity={value!r} is not a fraction in [0, 1): it is the share of units that go"
             )
     importance.resolve(given.importance)
-    if given.round_to != "auto" and not (_is(Integral, given.round_to) and given.round_to > 0):
+    if given.round_to != "auto" and not (is_whole(given.round_to) and given.round_to > 0):
         raise SettingError(f"round_to={given.round_to!r} is not a positive integer, nor 'auto'")
     if given.bias is None:  # a carrier emits what a masked channel does
         given = replace(given, bias="propagate" if given.exact is True else "expected")
     if given.bias not in BIASES:
         raise SettingError(f"bias={given.bias!r} is unknown; use 'propagate', 'drop' or 'expected'")
-    if not isinstance(given.exact, bool):
-        raise SettingError(f"exact={given.exact!r} is neither True nor False")
+    check_flag("exact", given.exact)
     if given.exact and given.bias == "expected":
         raise SettingError(
             "exact=True keeps a masked channel that says what it emits when masked, not what it "
@@ -90,14 +89,14 @@ def checked(given: Settings) -> Settings:
     if given.scope not in SCOPES:
         raise SettingError(f"scope={given.scope!r} is unknown; use one of {', '.join(SCOPES)}")
     for value in _values(given.min_width):
-        good = (_is(Integral, value) and value > 0) or (_is(Real, value) and 0 < value <= 1)
+        good = is_number(value) and (0 < value <= 1 or (is_whole(value) and value > 0))
         if value is not None and not good:
             raise SettingError(
                 f"min_width={value!r} is neither a positive integer (units that stay) nor a "
                 "fraction in (0, 1]"
             )
     for value in _values(given.max_sparsity):
-        if value is not None and not (_is(Real, value) and 0 <= value <= 1):
+        if value is not None and not (is_number(value) and 0 <= value <= 1):
             raise SettingError(f"max_sparsity={value!r} is not a fraction in [0, 1]")
     if isinstance(ignore, (str, type, nn.Module)):
         ignore = (ignore,)
@@ -112,10 +111,6 @@ def checked(given: Settings) -> Settings:
                 f"outputs={outputs!r} are neither names nor places of what the model returns"
             )
     return replace(given, sparsity=sparsity, ignore=tuple(ignore), outputs=outputs)
-
-
-def _is(kind: Any, value: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _values(setting: Any) -> list[Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
 from typing import Any
 
 from ..errors import SettingError
+from ..modules.given import is_number, is_whole
 from .timing import LatencyTable
 
 CLOSE = 0.01  # relative distance from what is asked for that is as good as there
@@ -68,10 +68,10 @@ class Target:
                 seconds = 0.0
             if seconds > 0:
                 return seconds
-        elif isinstance(value, Real) and not isinstance(value, bool):
+        elif is_number(value):
             if 0 < float(value) < 1:
                 return float(value) * original
-            absolute = isinstance(value, Integral) if self.measure == "params" else True
+            absolute = self.measure == "macs" or is_whole(value)
             if self.measure != "latency" and absolute and 1 < float(value) < float("inf"):
                 return float(value)
         whole = {"params": "an integer above 1", "macs": "a number above 1",

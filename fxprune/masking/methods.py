@@ -6,7 +6,6 @@ returns the entries to keep now. Only what earlier masks left is ranked. Ties go
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -26,10 +25,8 @@ def count(amount: float, size: int) -> int:
     Raises:
         SettingError: it is neither, or more than there are.
     """
-    if isinstance(amount, bool) or not isinstance(amount, numbers.Real):
-        raise SettingError(f"amount={amount!r} is neither a fraction in [0, 1] nor a count")
-    whole = isinstance(amount, numbers.Integral)
-    if amount < 0 or (not whole and amount > 1) or amount != amount:
+    whole = is_whole(amount)
+    if not is_number(amount) or amount < 0 or (not whole and amount > 1):
         raise SettingError(f"amount={amount!r} is neither a fraction in [0, 1] nor a count")
     if whole and amount > size:
         raise SettingError(f"amount={amount} is more than the {size} that are left")
@@ -66,7 +63,7 @@ def slices_of_norm(scores: Tensor, keep: Tensor, amount: float, n: Any, dim: int
     dim, left = _slices(scores, keep, dim)
     part = _rows(scores, dim, left)
     rest = [d for d in range(scores.dim()) if d != dim]
-    if n not in ("fro", "nuc") and (isinstance(n, bool) or not isinstance(n, numbers.Real)):
+    if n not in ("fro", "nuc") and not is_number(n):
         raise SettingError(f"n={n!r} is no order of a norm: a number, 'fro' or 'nuc'")
     part = part if part.is_floating_point() or part.is_complex() else part.float()
     if n == "nuc" and len(rest) != 2:

@@ -384,7 +384,7 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
             "DataLoader"
         )
     return {
-        name: tuple(value) if isinstance(value, Iterator) and name != "calibration" else value
+        name: tuple(value) if isinstance(value, Iterator) else value
         for name, value in settings.items() if value is not None
     }  # fmt: skip
 
