@@ -42,8 +42,9 @@ def narrow_attention(
             k, v = (torch.cat([x, _token(x, t)], 2) for x, t in zip((k, v), token, strict=True))
             added += 1
     mask = None
+    hinted = is_causal and key_padding_mask is None and not need_weights  # PyTorch goes by it then
     for given, shape in (
-        (attn_mask, (1, 1, *q.shape[2:3], key.shape[1])),
+        (None if hinted else attn_mask, (1, 1, *q.shape[2:3], key.shape[1])),
         (key_padding_mask, (-1, 1, 1, key.shape[1])),
     ):
         if given is not None:
@@ -62,7 +63,7 @@ def narrow_attention(
         attended = attended.mean(1) if average_attn_weights else attended
         attended = attended if batched else attended.squeeze(0)
     else:
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, hinted, scale=scale)
     y = self.out_proj(y.transpose(1, 2).flatten(2))
     if not batched:
         return y.squeeze(0), attended

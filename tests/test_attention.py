@@ -491,6 +491,21 @@ def test_30_multihead_attention_without_a_batch():
     check(Block(), tokens()[0])
 
 
+@pytest.mark.parametrize("settings", [{}, {"add_zero_attn": True}, {"add_bias_kv": True}])
+def test_30_a_narrow_attention_takes_what_the_wide_one_takes(settings):
+    """No batch, and PyTorch's hint that a mask is causal, by which it leaves out what it adds."""
+    model = awake(Block(batch_first=True, **settings))
+    plan = fxprune.plan(model, tokens(), sparsity={"attention": 0.5, "inp": 0.0})
+    masked, small = plan.mask(model), plan.apply(model)
+    assert plan.code.keys() == {"attention"}
+    for x in (tokens(), tokens()[0]):
+        for more in ({}, {"attn_mask": CAUSAL}, {"attn_mask": CAUSAL, "is_causal": True}):
+            given = {"x": x, **more}
+            assert difference(run(masked, given), run(small, given)) < 1e-9
+    with pytest.raises(RuntimeError, match="Need attn_mask"):
+        small(tokens(), is_causal=True)
+
+
 def test_30_heads_stay_where_the_attention_weights_are_returned():
     class Returns(Block):
         def forward(self, x):
