@@ -224,6 +224,17 @@ def test_a_masked_module_with_a_state_of_its_own_can_be_saved():
     assert torch.equal(again.weight, layer.weight) and hasattr(again, "lock")
 
 
+def test_a_mask_on_another_parametrization_becomes_final_for_pytorch():
+    model = nn.Sequential(P.weight_norm(nn.Linear(6, 4)), nn.Linear(4, 4))
+    for layer in model:
+        masks.l1_unstructured(layer, "weight", 0.5)
+    x = torch.randn(3, 6)
+    expected = model(x)
+    masks.to_torch_prune(model)
+    assert torch.allclose(model(x), expected) and not masks.is_pruned(model)
+    assert int((model[0].weight == 0).sum()) == 12 and prune.is_pruned(model[1])
+
+
 def test_what_cannot_be_turned_into_pytorchs_masks_leaves_all_as_it_was():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     masks.l1_unstructured(model[0], "weight", 0.5)

@@ -118,7 +118,8 @@ def to_torch_prune(model: nn.Module) -> nn.Module:
     for ``weight_orig`` and ``weight_mask``. Those on top of other parametrizations become final."""
     for path, module in check_module(model, "model").named_modules():
         for name in masked_names(module):
-            if not isinstance(parametrizations(module)[name].original, nn.Parameter):
+            chain = parametrizations(module)[name]
+            if len(chain) == 1 and not isinstance(chain.original, nn.Parameter):
                 raise SettingError(
                     f"{name} of {path or type(model).__name__} is a buffer, which "
                     "torch.nn.utils.prune does not mask; masks.remove makes its mask final"
