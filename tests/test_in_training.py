@@ -137,6 +137,42 @@ def test_another_share_to_drop_in_training_mode_is_no_other_code():
     plan.apply(net).train()(images()).sum().backward()
 
 
+class Picking(nn.Module):
+    """A buffer holds positions of channels: a test says where it is read, in eval mode and in
+    training mode."""
+
+    def __init__(self, evaluating, training):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.d = nn.Linear(8, 4)
+        self.register_buffer("even", torch.arange(0, 16, 2))
+        self.ways = evaluating, training
+
+    def forward(self, x):
+        values = {"input": x.repeat(1, 3), "a": self.a(x).relu()}
+        values["b"] = self.b(values["a"]).relu()
+        way = self.ways[self.training]
+        return self.c(values["b"]) + (self.d(values[way][:, self.even]) if way else 0)
+
+
+@pytest.mark.parametrize(("evaluating", "training", "whole"), [
+    ("", "a", ""), ("a", "a", ""), ("a", "input", "a"), ("input", "a", "a"), ("a", "b", "ab"),
+])  # fmt: skip
+def test_positions_that_training_mode_reads_are_those_of_the_channels_that_are_left(
+    evaluating, training, whole, tmp_path
+):
+    model, x = Picking(evaluating, training), torch.randn(3, 6, dtype=torch.float64)
+    plan, _ = check(model, x, shrinks=whole != "ab")
+    dropped = fxprune.plan(model, x, bias="drop")
+    masked, small = dropped.mask(model).train(), dropped.apply(model)
+    assert torch.allclose(masked(x), small.train()(x), rtol=0, atol=1e-9)
+    assert sorted(n for n, why in plan.skipped if "used for something else" in why) == [*whole]
+    assert torch.equal(small.even, model.even) == bool(whole)
+    fxprune.save(small, tmp_path / "small.safetensors")
+    again = fxprune.load(awake(Picking(evaluating, training)), tmp_path / "small.safetensors")
+    assert torch.equal(again.train()(x), small(x))
+
+
 def test_channels_that_new_code_puts_in_order_are_in_order_in_training_mode():
     class Shuffled(nn.Sequential):
         def forward(self, x):

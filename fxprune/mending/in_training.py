@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from ..relating.relations import Relations
 from ..relating.training_only import ALONE, InTraining, both
@@ -51,6 +52,21 @@ def check_in_training(
         replay.run()
     except Mismatch as error:
         raise unfit(error.units, error.reason, error.where, error.line) from error
+    now, then = mended.replay.indices, replay.indices  # index buffers, in either mode
+    in_eval, read = (
+        {str(node.target) for node in t.graph.nodes if node.op == "get_attr"}
+        for t in (mended.replay.trace, trace)
+    )
+    for name in sorted(read & (now.keys() | then.keys())):
+        if name not in in_eval:
+            now[name] = then[name]
+            continue
+        old = trace.tensor(name).cpu()
+        if not torch.equal(now.get(name, old), then.get(name, old)):
+            reason = f"{name} is used for something else, too"
+            if name in then:
+                raise unfit(replay.indexed[name].numpy(), reason, "", "")
+            raise Unfit(mended.replay.indexed[name].numpy(), f"{reason}, {ALONE}", "", "")
     for fault in replay.faults():
         if trace.calls[fault.call].path not in mended.code:
             raise unfit(fault.units, fault.words, fault.line.rpartition("/")[2], fault.line)

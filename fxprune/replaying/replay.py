@@ -66,7 +66,7 @@ class Replay(Resizing):
                 continue
             name, told = str(node.target), self._told[str(node.target)]
             if not all(user in told and torch.equal(told[user], new) for user in node.users):
-                raise Mismatch(self._indexed[name], f"{name} is used for something else, too", None)
+                raise Mismatch(self.indexed[name], f"{name} is used for something else, too", None)
 
     def resume(self, attributes: dict[str, Any]) -> None:
         """Go on with other attributes: calls that read them, or what others make of them, are
@@ -288,7 +288,7 @@ class Replay(Resizing):
         rank = torch.cumsum(keep, 0) - 1
         new = rank[old[keep[old]]]
         known = self.indices.setdefault(index.name, new)
-        self._indexed[index.name] = units
+        self.indexed[index.name] = units
         if not torch.equal(known, new):
             raise Mismatch(units, f"{index.name} indexes two different sets of channels", call)
         return new

@@ -47,7 +47,7 @@ class Resizing(Orders):
         self.module_sizes: dict[str, dict[str, Any]] = {}
         self.forwards: dict[str, Callable[..., Any]] = {}  # of modules that need another
         self.indices: dict[str, Tensor] = {}  # index buffers, rewritten
-        self._indexed: dict[str, Tensor] = {}  # the units whose positions they hold
+        self.indexed: dict[str, Tensor] = {}  # the units whose positions they hold
         self._told: dict[str, dict[fx.Node, Tensor]] = {}  # what their readers got in their place
         self.calls: dict[fx.Node, tuple[Any, Any]] = {}  # arguments of calls that count channels
         self._by_name: dict[str, list[SourceAxis]] = {}
