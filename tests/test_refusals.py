@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 import fxprune
 from fxprune import errors
@@ -102,6 +103,7 @@ SETTINGS = [
     ({"importance": lambda group: "a"}, "importance"),
     ({"round_to": 0}, "round_to=0"), ({"round_to": 2.5}, "2.5"), ({"round_to": True}, "True"),
     ({"bias": "keep"}, "'drop' or 'expected'"), ({"attention": "rows"}, "'heads'"),
+    ({"exact": 1}, "exact=1 is neither"), ({"outputs": ()}, "neither names nor places"),
 ]  # fmt: skip
 
 
@@ -216,6 +218,47 @@ def test_a_state_in_another_form_changes_nothing(change):
     with pytest.raises(fxprune.PlanError, match="no state of Pruner"):
         pruner.load_state_dict(done.state_dict() | change)
     assert before.differences() == [] and pruner.history == []
+
+
+class Shared(nn.Module):
+    """Weights of layers, which other code uses in another layout: before the layers are called, or
+    after it."""
+
+    def __init__(self, kind, before):
+        super().__init__()
+        self.kind, self.before = kind, before
+        self.a, self.grouped = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 3, groups=2)
+        self.lstm = nn.LSTM(4, 6, batch_first=True)
+        self.b, self.c = nn.Linear(8 if kind == "grouped" else 24, 4), nn.Linear(8, 4)
+        self.d = nn.Linear(6, 8)
+
+    def other(self, y):
+        if self.kind == "grouped":
+            return self.b(
+                F.conv2d(y.repeat(1, 2, 1, 1), self.grouped.weight, groups=4).mean((2, 3))
+            )
+        return self.b(F.linear(y.mean((2, 3)), self.lstm.weight_ih_l0))
+
+    def layer(self, y):
+        if self.kind == "grouped":
+            return self.c(self.grouped(y).mean((2, 3)))
+        return self.c(self.d(self.lstm(y.flatten(2).transpose(1, 2))[0][:, -1]).relu())
+
+    def forward(self, x):
+        y = self.a(x).relu()
+        first, second = (self.other, self.layer) if self.before else (self.layer, self.other)
+        return first(y) + second(y)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("kind", ["grouped", "lstm"])
+def test_a_weight_that_is_used_in_two_layouts_stays_as_it_is(kind, before):
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    plan, small = check(Shared(kind, before), x, shrinks=False)
+    name = "grouped" if kind == "grouped" else "lstm"
+    reasons = [why for what, why in plan.skipped if what == name]
+    assert reasons and all("in two layouts" in why for why in reasons)
+    assert (small.grouped.groups, small.lstm.hidden_size) == (2, 6)
 
 
 class Headed(nn.Module):

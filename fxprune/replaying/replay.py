@@ -34,7 +34,15 @@ class Replay(Resizing):
 
     @cached_property
     def _sources(self) -> dict[Any, SourceAxis]:
-        return {(s.name, len(s.view), s.dims): s for s in self._relations.sources}
+        """By layout: of how many dimensions, for it is narrower by now; of a tensor that is used in
+        several, and stays whole, as it is."""
+        sources = self._relations.sources
+        ranks = {(s.name, len(s.view), s.dims): s for s in sources}
+        return {**ranks, **{s.key: s for s in sources if s.name in self.layouts}}
+
+    @cached_property
+    def _in_layouts(self) -> set[int]:
+        return {s.first for s in self._relations.sources if s.name in self.layouts}
 
     # -- the walk ---------------------------------------------------------------------------------
 
@@ -100,6 +108,7 @@ class Replay(Resizing):
         if (
             spoken is None or again or node in self._straighten
             or not self._moved.isdisjoint(spoken)
+            or not self._in_layouts.isdisjoint(spoken)
             or not self._disturbed.isdisjoint(inputs)
         ):  # fmt: skip
             value = super()._visit(node)
@@ -241,10 +250,14 @@ class Replay(Resizing):
 
     def source(self, value: Named, roles: Roles, view: tuple[int, ...] | None) -> Channels:
         view = value.shape if view is None else view
-        found = [self._sources.get((value.name, len(view), dims)) for dims in roles.values()]
+        several = value.name in self.layouts
+        if several:
+            self.layouts[value.name] = view
+        layout = view if several else len(view)
+        found = [self._sources.get((value.name, layout, dims)) for dims in roles.values()]
         axes = [Axis(s.dims, self.order[s.first] + s.first, source=s) for s in found if s]
         known = self._by_name.get(value.name)
-        if known and len(known[0].view) == len(view):
+        if known and len(known[0].view) == len(view) and not several:
             view = self.view_shape(value.name)
         return Channels(view, tuple(axes))
 

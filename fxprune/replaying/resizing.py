@@ -53,6 +53,11 @@ class Resizing(Orders):
         self._by_name: dict[str, list[SourceAxis]] = {}
         for s in relations.sources:
             self._by_name.setdefault(s.name, []).append(s)
+        # Tensors that are used in several layouts, of which nothing goes: that of the last use.
+        self.layouts = {
+            name: axes[0].tensor_shape for name, axes in self._by_name.items()
+            if len({axis.view for axis in axes}) > 1
+        }  # fmt: skip
 
     # -- of values --------------------------------------------------------------------------------
 
@@ -83,7 +88,7 @@ class Resizing(Orders):
         axes = self._by_name[name]
         view = list(axes[0].view)
         for axis in axes:
-            if len(axis.view) == len(view):
+            if axis.view == axes[0].view:
                 for d, n in zip(axis.dims, self.order[axis.first].shape, strict=True):
                     view[d] = n
         return tuple(view)
@@ -234,6 +239,8 @@ class Resizing(Orders):
                 known = value.name in self._by_name
                 whole = self._relations.views.get(value.name, value.spec.shape)
                 views[name] = self.view_shape(value.name) if known else whole
+                if value.name in self.layouts:  # the pattern has just spoken of it
+                    views[name] = self.layouts[value.name]
                 spoken = spoken or known
         return views, spoken
 
