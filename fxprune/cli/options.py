@@ -130,11 +130,10 @@ def _importance(text: str, option: str) -> Any:
 
 def _target(texts: Sequence[str], option: str) -> Any:
     given = inputs.pairs(texts, option)
-    kind = vars(fxprune)["Target"]
-    takes = inspect.signature(kind).parameters
+    takes = inspect.signature(fxprune.Target).parameters
     if unknown := given.keys() - takes:
         raise Mistake(f"{option}: {min(unknown)!r} is none of {', '.join(takes)}")
-    return kind(**given)
+    return fxprune.Target(**given)
 
 
 def _same(value: Any, option: str) -> Any:
@@ -178,22 +177,16 @@ _SETTINGS: dict[str, tuple[Parse, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def _known() -> list[str]:
-    takes = inspect.signature(fxprune.plan).parameters
-    return [name for name in _SETTINGS if name in takes]
-
-
 def of_a_plan(command: Callable[..., Any]) -> Callable[..., Any]:
-    for name in reversed(_known()):
-        flag = f"--{name.replace('_', '-')}"
+    for name, (_, words) in reversed(_SETTINGS.items()):
         letters = ["-s"] if name == "sparsity" else []
-        command = click.option(*letters, flag, name, **_SETTINGS[name][1])(command)
+        command = click.option(*letters, f"--{name.replace('_', '-')}", name, **words)(command)
     return command
 
 
 def settings(given: dict[str, Any]) -> dict[str, Any]:
     """Those that were given, as :func:`fxprune.plan` takes them."""
     return {
-        name: _SETTINGS[name][0](given[name], f"--{name.replace('_', '-')}")
-        for name in _known() if given[name] not in (None, ())
+        name: parse(given[name], f"--{name.replace('_', '-')}")
+        for name, (parse, _) in _SETTINGS.items() if given[name] not in (None, ())
     }  # fmt: skip

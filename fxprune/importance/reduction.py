@@ -59,9 +59,9 @@ def combined(members: Sequence[Member], how: str, count: int) -> np.ndarray:
     return total
 
 
-def normalized(scores: np.ndarray, how: str | None, sizes: np.ndarray) -> np.ndarray:
+def normalized(scores: np.ndarray, how: str, sizes: np.ndarray) -> np.ndarray:
     """Scores of a group on a scale that other groups share; ``sizes``: parameters of each unit."""
-    if how is None or not len(scores):
+    if not len(scores):
         return scores
     if how == "size":
         return scores / np.maximum(sizes, 1)

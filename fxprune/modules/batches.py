@@ -79,9 +79,9 @@ class Batches:
             )
 
 
-def as_input(batch: Any, example_input: Any, name: str = "calibration") -> Any:
+def as_input(batch: Any, example_input: Any, name: str) -> Any:
     """What of a batch is the model's input, told by the example: labels are left out."""
-    if isinstance(example_input, Mapping) or hasattr(example_input, "keys"):
+    if hasattr(example_input, "keys"):
         if not hasattr(batch, "keys"):
             batch = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
         if not hasattr(batch, "keys"):
@@ -110,7 +110,7 @@ def as_input(batch: Any, example_input: Any, name: str = "calibration") -> Any:
 
 def labels_of(batch: Any, example_input: Any) -> tuple[Any, ...]:
     """What of a batch is not the model's input."""
-    if isinstance(example_input, Mapping) or hasattr(example_input, "keys"):
+    if hasattr(example_input, "keys"):
         if hasattr(batch, "keys"):
             rest = [key for key in batch.keys() if key not in example_input.keys()]  # noqa: SIM118
             return tuple(batch[key] for key in rest)
