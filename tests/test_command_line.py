@@ -145,6 +145,40 @@ def test_a_place_that_cannot_be_written_is_told(option, tmp_path):
     assert "xxx.svg: " in call("inspect", NET, *SHAPE, option, path, status=2)
 
 
+class TwoHeads(Net):
+    def __init__(self, width: int = 7):
+        super().__init__()
+        self.other = nn.Linear(12, width)
+
+    def forward(self, x):
+        y = self.second(self.norm(self.first(x)).relu()).mean((2, 3))
+        return self.head(y), self.other(y)
+
+
+@pytest.mark.parametrize("given, said", [
+    (["--target", "params=0.5"], "params asked"), (["--target", "macs=0.5"], "macs asked"),
+    (["--outputs", "0"], "7 -> "), (["--outputs", "1"], "5 -> "), (["--set", "width=9"], "9 "),
+])  # fmt: skip
+def test_settings_of_a_plan_are_read_from_text(given, said):
+    assert said in call("inspect", f"{HERE}:TwoHeads", *SHAPE, *given)
+
+
+@pytest.mark.parametrize("given, said", [
+    (["--target", "flops=0.5"], "'flops' is none of params, macs"),
+    (["--target", "params=half"], "params='half'"), (["--outputs", "2"], "returns no 2"),
+    (["--set", "width=wide"], "cannot be made: TypeError"), (["--dtype", "int8"], "floating-point"),
+    (["--input", f"1,3,{10**9},{10**9}"], "--input cannot be made"),
+])  # fmt: skip
+def test_a_setting_that_means_nothing_is_told_in_a_line(given, said):
+    assert said in call("inspect", f"{HERE}:TwoHeads", *SHAPE, *given, status=2)
+
+
+def test_a_file_that_holds_no_weights_is_told(tmp_path):
+    torch.save([1, 2], tmp_path / "list.pt")
+    said = call("inspect", NET, *SHAPE, "--weights", tmp_path / "list.pt", status=2)
+    assert "holds no state dict, but a list" in said
+
+
 def test_prune_says_what_went_and_that_it_is_proved():
     said = call("prune", NET, *SHAPE)
     assert "2 groups of Net pruned" in said and "proof: differs" in said
@@ -212,7 +246,7 @@ def test_every_setting_of_a_plan_has_an_option():
     takes = set(inspect.signature(fxprune.plan).parameters)
     elsewhere = {"model", "example_input", "patterns", "calibration", "calibration_batches",
                  "calibration_mode"}  # fmt: skip
-    assert takes - elsewhere == set(options._known())
+    assert takes - elsewhere == options._SETTINGS.keys()
 
 
 @pytest.mark.parametrize(

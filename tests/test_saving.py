@@ -103,6 +103,31 @@ def test_what_was_pruned_is_made_of_the_original_again(name, chosen, path):
     assert all(p.grad is not None for p in loaded.parameters())
 
 
+class Doubled(nn.Module):
+    def forward(self, w):
+        return 2 * w
+
+    def right_inverse(self, w):
+        return w / 2
+
+
+@pytest.mark.parametrize("computed", ["weight_norm", "weight", "bias"])
+def test_what_a_parametrization_computes_is_made_smaller_again(computed, path):
+    def build():
+        net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        for layer in (net[0], net[2]):
+            if computed == "weight_norm":
+                parametrizations.weight_norm(layer)
+            else:
+                nn.utils.parametrize.register_parametrization(layer, computed, Doubled())
+        return net.double()
+
+    x = torch.randn(3, 6, dtype=torch.float64)
+    loaded = trip(fxprune.prune(awake(build()), x), build, path, x)
+    assert loaded[0].weight.shape == (4, 6) and loaded[2].bias.shape == (4,)
+    loaded.train()(x).sum().backward()
+
+
 class Normed(ViewLiteral):
     """Its forward is written anew, and its constants come from a norm."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -97,6 +98,19 @@ def test_a_state_that_is_none_is_refused_and_nothing_changes(state):
         with pytest.raises(PlanError, match="state"):
             scheduler.load_state_dict(wrong)
         assert scheduler.steps == 0 and not fxprune.masks.is_pruned(net)
+
+
+def test_units_go_by_the_importance_of_their_group_at_each_step():
+    """A criterion for one group, scores for another, and what is usual for the rest."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8),
+                        nn.ReLU(), nn.Linear(8, 4)).double()  # fmt: skip
+    x = torch.randn(3, 6, dtype=torch.float64)
+    scores = {"0": lambda group: -np.arange(8.0), "2": torch.arange(8)}
+    scheduler = PlanScheduler(net, x, linear(0.5, 2), importance=scores)
+    assert [scheduler.step(), scheduler.step()] == [0.25, 0.5]
+    removed = {group.name: group.removed.tolist() for group in scheduler.plan.groups}
+    assert removed["0"] == [4, 5, 6, 7] and removed["2"] == [0, 1, 2, 3] and len(removed["4"]) == 4
+    assert torch.allclose(scheduler.plan.apply(net)(x), net(x))
 
 
 @pytest.mark.parametrize("together", [False, True])
