@@ -162,8 +162,6 @@ def check_fits(plan: Any, model: nn.Module) -> None:
     check_bare(model)
     on_model = plan._trace.on(model)
     for axis in {axis.name: axis for axis in plan._relations.sources}.values():
-        if axis.name in plan._trace.constants:
-            continue
         try:
             tensor = on_model.tensor(axis.name)
         except AttributeError:

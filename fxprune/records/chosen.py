@@ -26,7 +26,7 @@ def as_json(plan: Any, *, with_example: bool = True) -> dict[str, Any]:
     flags = [plan._removed, plan._silent, plan._carriers]
     for axis in plan._relations.sources:
         found = [f[plan._relations.of(axis)] for f in flags]
-        if axis.name not in plan._trace.constants and any(f.any() for f in found):
+        if any(f.any() for f in found):
             sets = [table.add(Indices.of_flags(f)) if f.any() else None for f in found]
             place = [list(axis.tensor_shape), list(axis.view), list(axis.dims)]
             axes.append([axis.name, *place, sets])

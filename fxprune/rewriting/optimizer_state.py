@@ -199,21 +199,12 @@ def regroup(
     optimizers: Iterable[Any], model: nn.Module, before: dict[str, nn.Parameter], journal: Journal
 ) -> None:
     """Parameters that the model has now and had not before come behind the weight of their layer,
-    in its group; those that it has lost leave."""
-    now = dict(model.named_parameters())
-    known, there = ({id(p) for p in named.values()} for named in (before, now))
-    made = {name: p for name, p in now.items() if id(p) not in known}
-    gone = known - there
+    in its group. None leaves: what shrinks is the same parameter."""
+    known = {id(p) for p in before.values()}
+    made = {name: p for name, p in model.named_parameters() if id(p) not in known}
     for optimizer in optimizers:
         for name, parameter in made.items():
             _join(optimizer, model, name, parameter, journal)
-        for group in optimizer.param_groups:
-            stays = [i for i, p in enumerate(group["params"]) if id(p) not in gone]
-            if len(stays) < len(group["params"]):
-                for key in {"params", "param_names"} & group.keys():
-                    journal.entries(group[key], [group[key][i] for i in stays])
-        for parameter in [p for p in optimizer.state if id(p) in gone]:
-            journal.drop(optimizer.state, parameter)
 
 
 def _join(

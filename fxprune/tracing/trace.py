@@ -154,9 +154,7 @@ class Trace:
         return fx.GraphModule(_Root(self.model, self.constants), graph or self.graph, "Trace")
 
     def tensor(self, name: str) -> Any:
-        """The parameter, buffer, attribute or constant that a ``get_attr`` node reads."""
-        if name in self.constants:
-            return self.constants[name]
+        """The parameter, buffer or attribute that a ``get_attr`` node reads."""
         path, _, key = name.rpartition(".")
         owner = self.modules.get(path)
         return read_attribute(self.model, name) if owner is None else read_attribute(owner, key)
