@@ -206,7 +206,7 @@ def test_a_default_device_is_that_of_the_users_code_alone():
 
 @pytest.mark.parametrize("change", [
     {"history": [{"a": 1}]}, {"history": None}, {"choices": None}, {"kept": None}, {"history": []},
-    {"asked": ["a"]}, {"asked": None}, {"asked": []},
+    {"asked": ["a"]}, {"asked": None}, {"asked": []}, {"kept": {"0.weight": 3}},
 ])  # fmt: skip
 def test_a_state_in_another_form_changes_nothing(change):
     net, x, _ = net_and_plan()

@@ -302,7 +302,10 @@ class Pruner:
         try:
             history = [PrunerStep(**step) for step in state["history"]]
             choices, asked = list(state["choices"]), [float(share) for share in state["asked"]]
-            dict(state["kept"])
+            left = {
+                name: {dim: torch.as_tensor(indices) for dim, indices in dict(dims).items()}
+                for name, dims in dict(state["kept"]).items()
+            }
         except (TypeError, ValueError) as error:
             raise PlanError(f"this is no state of Pruner.state_dict(): {error}") from error
         if not len(history) == len(choices) == len(asked):
@@ -329,9 +332,8 @@ class Pruner:
                     folds = [Folds() for _ in self._models]  # constants come with the weights
                     self._commit(made, folds, choice["biases"], journal)
                     widths = widths.after(made)
-                then = state["kept"]
-                same = kept.keys() == then.keys()
-                if not same or not all(same_indices(kept[name], then[name]) for name in kept):
+                same = kept.keys() == left.keys()
+                if not same or not all(same_indices(kept[name], left[name]) for name in kept):
                     raise PlanError("other channels are left than were then")
         except (PlanError, Malformed) as error:
             raise PlanError(
