@@ -12,6 +12,7 @@ import tempfile
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -126,6 +127,25 @@ def test_what_a_parametrization_computes_is_made_smaller_again(computed, path):
     loaded = trip(fxprune.prune(awake(build()), x), build, path, x)
     assert loaded[0].weight.shape == (4, 6) and loaded[2].bias.shape == (4,)
     loaded.train()(x).sum().backward()
+
+
+class OfNumPy(nn.Module):
+    """Attributes that are numbers of NumPy's."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.width, self.sizes = np.int64(8), [np.int32(2), np.int32(4)]
+
+    def forward(self, x):
+        return self.b(self.a(x).relu().view(-1, self.width))
+
+
+def test_attributes_that_are_numbers_of_numpy_are_set_again(path):
+    x = torch.randn(3, 6, dtype=torch.float64)
+    small = fxprune.prune(awake(OfNumPy()), x)
+    loaded = trip(small, lambda: OfNumPy().double(), path, x)
+    assert small.width == loaded.width == 4
 
 
 class Normed(ViewLiteral):

@@ -9,6 +9,7 @@ import inspect
 import math
 from dataclasses import dataclass
 from itertools import chain
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -203,5 +204,6 @@ def _may_become(old: Any, new: Any, largest: int) -> bool:
     if isinstance(old, (tuple, list)):
         alike = isinstance(new, (tuple, list)) and len(new) == len(old)
         return alike and all(_may_become(a, b, largest) for a, b in zip(old, new, strict=True))
-    numbers = type(old) is type(new) and type(new) in (bool, int, float)
-    return numbers and abs(new) <= max(abs(old), largest)
+    kinds: Any = ((bool, bool), (Integral, int), (Real, float))  # a file has NumPy's as Python's
+    kind = next((kind for wide, kind in kinds if isinstance(old, wide)), None)
+    return type(new) is kind and abs(new) <= max(abs(old), largest)
