@@ -10,7 +10,7 @@ import fxprune
 from fxprune.modules.running import outputs
 from fxprune.proving.proof import largest_error, prove
 
-from .oracle import awake, permutation_moves_nothing
+from .oracle import awake, check, permutation_moves_nothing
 
 transformers = pytest.importorskip("transformers")
 
@@ -213,3 +213,35 @@ def test_a_decoder_in_a_wrapper_that_hands_its_cache_on(how):
     small = fxprune.prune(Wrap(llama().eval()), IDS["input_ids"])
     attention = small.decoder.model.layers[0].self_attn
     assert attention.k_proj.out_features == (16 if how == "pair" else 8)
+
+
+class Plain:
+    """A configuration of anybody's: numbers, lists of them, and a configuration inside it."""
+
+    def __init__(self, **values):
+        vars(self).update(values)
+
+
+class OfPlain(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        first, second = config.sizes
+        self.a, self.b = nn.Linear(6, first), nn.Linear(first, second)
+        self.c = nn.Linear(second, config.inner.hidden)
+        self.out = nn.Linear(config.inner.hidden, 4)
+
+    def forward(self, x):
+        return self.out(self.c(self.b(self.a(x).relu()).relu()).relu())
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_lists_in_a_configuration_and_those_inside_it_describe_the_pruned_model(kind):
+    config = Plain(sizes=kind((16, 24)), inner=Plain(hidden=20, sizes=kind((1, 2))), _private=16)
+    x = torch.randn(3, 6, dtype=torch.float64)
+    plan, small = check(OfPlain(config), x)
+    assert plan.attributes == {"config.sizes": kind((8, 12)), "config.inner.hidden": 10}
+    again = OfPlain(small.config).double()
+    again.load_state_dict(small.state_dict())
+    assert torch.equal(again(x), small(x))
+    assert (config.sizes, config.inner.hidden) == (kind((16, 24)), 20)  # those of the model

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import fxprune
 from fxprune.importance import Activation, Fisher, Taylor, Wanda
+from fxprune.modules import tree
 from fxprune.schedules import PlanScheduler
 
 from .snapshot import Snapshot
@@ -278,6 +279,45 @@ def test_a_computed_weight_is_scored_as_what_it_is(kind):
         assert torch.allclose(plain, computed)
 
 
+class OneWay(torch.autograd.Function):
+    @staticmethod
+    def forward(context, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise RuntimeError("one way")
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = coupled()
+
+    def forward(self, images):
+        return self.net(images)
+
+
+@pytest.mark.parametrize("example, batch, words", [
+    ({"images": "X"}, "X", "example_input is a mapping, but a batch is Tensor"),
+    ({"images": "X"}, {"pictures": "X"}, "a batch has no 'images'"),
+    (("X",), "X", "a tuple of 1 arguments, and a batch is not: Tensor"),
+])  # fmt: skip
+def test_a_batch_of_another_kind_than_the_example_is_told(example, batch, words):
+    def filled(form):
+        return tree.rebuild(form, lambda _: X) if isinstance(form, (tuple, dict)) else X
+
+    with pytest.raises(fxprune.InputError, match=words):
+        fxprune.plan(Named(), filled(example), importance=Wanda([filled(batch)]))
+
+
+def test_a_model_of_inference_mode_has_no_gradients_to_rank_by():
+    with torch.inference_mode():
+        net = coupled()
+    with pytest.raises(fxprune.ModelError, match="nothing has a gradient"):
+        fxprune.plan(net, X, importance=Taylor(BATCHES, **LOSS))
+
+
 class Broken(Exception):
     pass
 
@@ -303,6 +343,9 @@ def breaks(*_):
     (lambda: Taylor([(IMAGES * torch.inf, LABELS)], **LOSS), fxprune.SettingError, "inf or NaN"),
     (lambda: Activation([IMAGES * torch.inf]), fxprune.SettingError, "inf or NaN"),
     (lambda: Fisher([(IMAGES, LABELS[:3])], **LOSS), fxprune.SettingError, "per_sample=False"),
+    (lambda: Taylor(BATCHES, loss=lambda y, t: OneWay.apply(y).sum()), fxprune.SettingError,
+     "gradient of the loss cannot be taken: one way"),
+    (lambda: Wanda([{"x": IMAGES}]), fxprune.InputError, "a batch is a mapping, but example_input"),
 ])  # fmt: skip
 def test_what_goes_wrong_is_said_and_leaves_the_model_alone(make, error, words):
     net = coupled().train()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fxprune
+from fxprune.patterns.unrolling import reads
 from fxprune.rules.registry import for_function
 
 from .oracle import check
@@ -152,3 +153,58 @@ def test_a_call_that_lays_weights_in_one_block_of_memory_is_none_of_the_graph():
     assert "histc" in fxprune.trace(model, x).code
     with fxprune.patterns(fxprune.pattern("histc", rule=lambda a, call: None, kind="unseen")):
         assert "histc" not in fxprune.trace(model, x).code
+
+
+def by_cells(rnn, x, state, level, back):
+    """What a level of a layer says after each step of one sequence, cell by cell, and what it reads
+    then: (inputs, states)."""
+    ways = range(2 if rnn.bidirectional else 1)
+    for i in range(level + 1):
+        said, inputs = [], x
+        for way in ways:
+            cell = getattr(nn, f"{rnn.mode.partition('_')[0]}Cell")(x.shape[1], rnn.hidden_size)
+            cell = cell.double()
+            for name, p in cell.named_parameters():
+                tail = "_reverse" if way else ""
+                p.data = getattr(rnn, f"{name}_l{i}{tail}").data
+            row = i * len(ways) + way
+            h = tuple(s[row] for s in state) if isinstance(state, tuple) else state[row]
+            found = []
+            for step in x.flip(0) if way else x:
+                h = cell(step[None], h)
+                found.append(h[0] if isinstance(h, tuple) else h)
+            said.append(torch.cat(found[::-1] if way else found))
+        x = torch.cat(said, 1)
+    own = said[back]
+    return inputs, own[1:] if back else own[:-1]  # the first step reads the initial state
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("way", ["packed", "steps first", "batch first"])
+def test_what_inner_weights_read_is_what_cells_read_one_by_one(kind, way):
+    torch.manual_seed(0)
+    rnn = kind(4, 3, 2, bidirectional=True, batch_first=way != "steps first").double().eval()
+    x, lengths = steps(5, 4, 3), [3, 5, 2] if way == "packed" else [5, 5, 5]
+    state = [torch.randn(4, 3, 3, dtype=torch.float64) for _ in range(2)]
+    state = tuple(state) if kind is nn.LSTM else state[0]
+    given = x if way != "steps first" else x.transpose(0, 1)
+    if way == "packed":
+        given = pack_padded_sequence(x, torch.tensor(lengths), True, enforce_sorted=False)
+    for level in (0, 1):
+        for back in (False, True):
+            found = [
+                reads(
+                    rnn, f"weight_{part}_l{level}{'_reverse' if back else ''}", (given, state), {}
+                )
+                for part in ("ih", "hh")
+            ]
+            rows = [
+                by_cells(rnn, x[i, :n], tuple(s[:, i : i + 1] for s in state)
+                         if kind is nn.LSTM else state[:, i : i + 1], level, back)
+                for i, n in enumerate(lengths)
+            ]  # fmt: skip
+            for one, wanted in zip(found, zip(*rows, strict=True), strict=True):
+                one, wanted = one.reshape(-1, one.shape[-1]), torch.cat(wanted)
+                assert one.shape == wanted.shape  # the same rows, in whatever order
+                assert torch.allclose(one.t() @ one, wanted.t() @ wanted)
+                assert torch.allclose(one.sum(0), wanted.sum(0))
