@@ -502,6 +502,33 @@ def test_what_is_nearly_it_stays_whole_and_says_why(kind, op):
     assert small.a.weight.shape[0] == 8 and dict(plan.skipped)["a"]
 
 
+@pytest.mark.parametrize("op", [
+    lambda y: y.roll(3), lambda y: y.tensor_split(torch.tensor([4]), 1)[1],
+    lambda y: y.take_along_dim(torch.arange(576)).view(2, -1),
+    lambda y: y.view(torch.int64).double(),
+    lambda y: torch.tensordot(y, torch.ones(6, 6).double(), dims=torch.tensor(1)),
+])  # fmt: skip
+def test_a_form_that_no_rule_follows_leaves_the_channels_whole(op):
+    model = Net(lambda s, x: s.c(op(s.a(x).sigmoid()).flatten(1)), a=nn.Conv2d(3, 8, 1),
+                c=nn.LazyLinear(4)).double()  # fmt: skip
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    model(x)
+    plan, small = check(model, x, shrinks=False)
+    assert small.a.out_channels == 8
+    assert "in a form that no pattern follows" in dict(plan.skipped)["a"]
+
+
+@pytest.mark.parametrize("settings", [
+    {"padding": 1, "padding_mode": "circular"}, {"padding": 1, "padding_mode": "reflect"},
+    {"padding": "valid"}, {"padding": "same", "padding_mode": "replicate"},
+], ids=str)  # fmt: skip
+def test_a_constant_stays_one_where_no_zeros_stand_around_it(settings):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, **settings), nn.ReLU(),
+                          nn.Conv2d(8, 4, 1))  # fmt: skip
+    plan, _ = check(model, torch.randn(2, 3, 8, 8, dtype=torch.float64))
+    assert not plan.notes
+
+
 def test_a_shuffle_and_its_inverse_leave_a_unit_of_blocks():
     net, x = built("image", lambda s, y: F.pixel_unshuffle(F.pixel_shuffle(y, 2), 2), False)
     assert check(net, x)[1].a.out_channels == 4

@@ -45,7 +45,10 @@ class Algebra(Meanings):
 
     def unknown(self, call: Call, reason: str = "") -> Any:
         """A call that nothing is known about: what goes in stays whole, what comes out is rigid."""
-        reason = reason or f"it goes into {call.name}, which fxprune has no pattern for"
+        if not reason:
+            known = call.pattern is not None and call.pattern.rule is not None
+            odd, new = " in a form that no pattern follows", ", which fxprune has no pattern for"
+            reason = f"it goes into {call.name}{odd if known else new}"
         for value in call.inputs:
             self.freeze_all(value, reason, call)
         return self.rigid_result(call)
