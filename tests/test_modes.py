@@ -199,6 +199,21 @@ def test_a_graph_reads_the_mode_where_the_code_did_and_nowhere_else(as_graph, be
     assert torch.equal(small.train()(x()), small.eval()(x()))
 
 
+@pytest.mark.parametrize("as_graph", [False, True])
+def test_a_graph_takes_the_flag_along_where_the_code_does_more_by_the_mode(as_graph):
+    """What it does besides is not in a graph, which is of eval mode."""
+
+    def forward(s, x):
+        h = F.dropout(s.a(x).sigmoid(), 0.5, s.training)
+        if s.training:
+            h = h + 1
+        return s.b(h)
+
+    model = net(forward)
+    small = fxprune.prune(model, x(), as_graph=True) if as_graph else fxprune.trace(model, x())
+    assert torch.equal(small(x()), small(x())) and not torch.equal(small.train()(x()), small(x()))
+
+
 class Noisy(nn.Module):
     """A layer whose weights are disturbed as it trains."""
 

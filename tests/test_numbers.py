@@ -383,3 +383,18 @@ def test_numbers_that_are_traced_have_no_more_than_python_s_own():
     model = conv_net(lambda s, y: y * (2 if hasattr(y.shape[1], "item") else 1)).eval().float()
     x = image().float()
     assert torch.equal(fxprune.trace(model, x)(x), model(x))
+
+
+@pytest.mark.parametrize("asks, left", [(False, 4), (True, 8)])
+def test_a_length_that_is_asked_past_len_is_known_as_that_of_the_example(asks, left):
+    """New code would hold the batch of the example; a patched width does not need it."""
+
+    def forward(s, x):
+        y = torch.sigmoid(s.a(x))
+        batch = y.__len__() if asks else -1
+        return s.b(y.reshape(batch, y.t().__len__() // 4, 4).flatten(1))
+
+    model = Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 3))
+    plan, small = check(model, torch.randn(3, 6, dtype=torch.float64), shrinks=not asks)
+    assert small.a.out_features == left, plan
+    assert not asks or "and inputs may have others" in dict(plan.skipped)["a"]
