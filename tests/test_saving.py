@@ -129,6 +129,17 @@ def test_what_a_parametrization_computes_is_made_smaller_again(computed, path):
     loaded.train()(x).sum().backward()
 
 
+@pytest.mark.parametrize("norm", [parametrizations.weight_norm, nn.utils.weight_norm])
+def test_a_norm_that_was_put_on_since_is_refused_while_saving(norm, path):
+    x = torch.randn(3, 6)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    small = fxprune.prune(net, x)
+    norm(small[0])
+    with pytest.raises(fxprune.ModelError, match=r"0\.weight is computed by what was put on"):
+        fxprune.save(small, path)
+    assert not path.exists()
+
+
 class OfNumPy(nn.Module):
     """Attributes that are numbers of NumPy's."""
 

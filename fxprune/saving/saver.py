@@ -110,7 +110,8 @@ def _history(model: Any) -> list[Step]:
 
 def _check_unchanged(model: nn.Module, found: Iterable[str], history: list[Step]) -> None:
     """Raise where a tensor has other widths than pruning has left it with."""
-    known = {*found, *computed_names(model)}
+    stored, computed = {*found}, computed_names(model)
+    resized = tuple(full(step, name) for step in history for name in step.resized)
     widths = {
         (full(step, name), dim): indices.count
         for step in history for name, dims in step.kept.items() for dim, indices in dims.items()
@@ -123,7 +124,15 @@ def _check_unchanged(model: nn.Module, found: Iterable[str], history: list[Step]
                 f"{name} {now}, and pruning has left it {width} wide in dimension {dim}: this "
                 "model has changed since. Put the change into what builds it, and prune that"
             )
-        if name not in known:
+        if name in computed - stored:
+            path, _, key = name.rpartition(".")
+            beneath = dotted(path, f"parametrizations.{key}."), f"{name}_g"
+            if not any(other.startswith(beneath) for other in resized):
+                raise ModelError(
+                    f"{name} is computed by what was put on it since it was pruned, and the "
+                    "original has no place for that: take it off first, or put it on before pruning"
+                )
+        elif name not in stored:
             raise ModelError(
                 f"{name} is computed by a hook, from tensors that the original does not have: take "
                 "it off first (torch.nn.utils.prune.remove, or masks.from_torch_prune)"
