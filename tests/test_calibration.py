@@ -505,8 +505,8 @@ def test_batches_that_are_none_of_the_model_are_said_to_be(batches, words):
 
 def test_an_argument_that_is_a_tuple_is_no_batch_with_a_label():
     example = ((STEPS[:2, 0], STEPS[:2, 1]), STEPS[:2, 2])
-    assert as_input(example, example) is not None
-    assert torch.equal(as_input(example, example)[1], STEPS[:2, 2])
+    assert as_input(example, example, "batches") is not None
+    assert torch.equal(as_input(example, example, "batches")[1], STEPS[:2, 2])
 
 
 def test_a_data_loader_is_asked_without_a_trace_on_the_random_numbers():
