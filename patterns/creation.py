@@ -11,10 +11,13 @@ from fxprune.rules.registry import register
 def like(a, call):
     """A tensor of x's shape: its width follows x's. Of random ones nothing is known."""
     x = call.channels()
-    value = 0.0 if call.word == "zero" else call.arg(1, "value") if call.word == "fill" else None
-    if isinstance(value, (bool, int, float)):
+    value = 0.0 if call.word == "zero" else None
+    if call.word == "fill":
+        value = a.number_given(call, 1, "value")
+    if value is not None:
         return a.overwritten(x, value)
-    if call.word in ("zeros_like", "ones_like", "full_like") and len(call.inputs) == 1:
+    given = call.word == "full_like" and a.number_given(call, 1, "fill_value") is not None
+    if call.word in ("zeros_like", "ones_like") or given:
         return a.meet(call, [x], lambda t: call.replay([t[0].nan_to_num()]), x.shape)
     return a.forget(x)
 
@@ -37,8 +40,8 @@ def filled(first, value_at):
         word = call.word.removeprefix("new_")
         value = {"zeros": 0.0, "ones": 1.0}.get(word)
         if value_at is not None:
-            value = call.arg(value_at, "fill_value")
-        y = a.blank(call, value if isinstance(value, (bool, int, float)) else None)
+            value = a.number_given(call, value_at, "fill_value")
+        y = a.blank(call, value)
         return a.sized_by(y, given(call, first))
 
     return sizes, rule

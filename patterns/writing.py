@@ -69,7 +69,9 @@ def setitem(a, call):
     if written is not None:
         met = a.meet(call, [part, written], None, shape)
         x = laid_together(x, met, per_dim(x, index))
-    y = a.overlaid(x, of_value(value), by_numbers(x, index))
+    if not isinstance(value, Channels):
+        value = Channels((), scalar=a.number_given(call, 2, "value"))
+    y = a.overlaid(x, value, by_numbers(x, index))
     some = [dim for _, dim, item in per_dim(x, index) if not is_full(item)]
     return y.told_apart(some if written is None else range(len(y.shape)))
 
@@ -88,13 +90,6 @@ def laid_together(x, met, items):
             others = [other for other in x.axes if set(dims).isdisjoint(other.dims)]
             x = x.with_axes(sorted([*others, Axis(dims, axis.units)], key=lambda each: each.dims))
     return x
-
-
-def of_value(value):
-    """What is written, a number too, as Channels."""
-    if isinstance(value, Channels):
-        return value
-    return Channels((), scalar=value if isinstance(value, (int, float)) else None)
 
 
 def by_numbers(x, index):

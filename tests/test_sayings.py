@@ -282,3 +282,40 @@ def test_over_what_may_be_zero_a_zero_is_no_number():
     net = Net(forward, a=nn.Linear(5, 8, bias=False), b=nn.Linear(5, 8, bias=False))
     plan, small = check(net, X[:, 0, :, :5].flatten(0, 1), shrinks=False)
     assert small.a.out_features == 8
+
+
+def part_set(x, n):
+    x = x.clone()
+    x[:, 2:5] = n
+    return x
+
+
+SIZED = {
+    "fill": lambda h, n: h * torch.zeros(8).fill_(n),
+    "fill like": lambda h, n: h * torch.zeros_like(h).fill_(n / 2),
+    "full like": lambda h, n: h * torch.full_like(h, n),
+    "new full": lambda h, n: h * h.new_full((8,), n),
+    "a part": part_set,
+    "a part of zeros": lambda h, n: h * part_set(torch.zeros_like(h), n),
+    "a row": lambda h, n: h * torch.arange(1.0, 9.0)[n],
+}
+
+
+@pytest.mark.parametrize("fill", SIZED.values(), ids=SIZED.keys())
+@pytest.mark.parametrize("bias", ["expected", "propagate"])
+def test_a_size_of_the_input_is_no_constant(fill, bias):
+    class Sized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.c = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.c(fill(self.a(x).sigmoid(), len(x) if fill is part_set else x.shape[0]))
+
+    x = torch.linspace(-2, 3, 24, dtype=torch.float64).cos().reshape(4, 6)
+    model = awake(Sized())
+    plan = fxprune.plan(model, x[:3], bias=bias)
+    small = plan.apply(model)
+    assert small.a.out_features == 4
+    for rows in (x[:3], x[:2], x):
+        masked_equals_pruned(plan, model, small, rows)

@@ -24,6 +24,7 @@ from ..rules.channels import (
     run_on,
     varying,
 )
+from ..rules.ops import argument_at
 from ..rules.shapes import broadcast_shape, clusters, pad, place, reshape_groups, with_rank
 from ..rules.spec import Spec
 from ..tracing.trace import Trace, is_size
@@ -80,6 +81,11 @@ class Algebra(Meanings):
             return False
         axis = x.axis(number.args[1])  # type: ignore[arg-type]
         return axis is None or (axis.units.numel() > 0 and int(axis.units.min()) in self._varying)
+
+    def number_given(self, call: Call, position: int, name: str) -> float | None:
+        """The number that a call is given; None where a tensor or the size of an input tells it."""
+        value, written = call.arg(position, name), argument_at(call.node, position, name)
+        return value if isinstance(value, (int, float)) and not self.varies(written) else None
 
     def sized_by(self, x: Channels, numbers: Sequence[Any]) -> Channels:
         """``x``, whose sizes are these numbers of the graph."""
