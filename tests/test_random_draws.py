@@ -120,3 +120,13 @@ def test_draws_that_cannot_be_one_number_are_named_where_nothing_can_be_compared
         fxprune.prune(net(noise_from_zero_to_one), X)
     small = fxprune.prune(net(noise_from_zero_to_one), X, verify=False)
     assert small.a.out_features == 4
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda h: F.alpha_dropout(h, 0.3, True), lambda h: F.rrelu(h, training=True)],
+)
+def test_draws_that_change_what_removed_channels_say_are_named(draw):
+    model = net(lambda s, x: s.b(draw(s.a(x))))
+    with pytest.raises(fxprune.ProofError, match=r"differs from the masked one.*draws random"):
+        fxprune.prune(model, X)

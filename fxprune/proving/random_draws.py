@@ -40,20 +40,18 @@ class Settled(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.partition("::")[2]
+        self.drawn |= torch.Tag.nondeterministic_seeded in func.tags
         if name == "native_dropout":
-            self.drawn = True
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         value = func(*args, **kwargs)
         if not (isinstance(value, Tensor) and value.is_floating_point()):
             return value
         if name.strip("_") in _DRAWS:
-            self.drawn = True
             value.fill_(self.level)
             if name.strip("_") == "normal":
                 mean, deviation = self._moments(name, args, kwargs)
                 value.copy_(mean + self.level * deviation)
         elif name.strip("_") == "bernoulli":
-            self.drawn = True
             chance = (
                 args[1] if len(args) > 1 else kwargs.get("p", args[0] if name[-1] != "_" else 0.5)
             )
@@ -68,7 +66,11 @@ class Settled(TorchDispatchMode):
 
 def settled_error(model: nn.Module, compared: Callable[[], float], allowed: float) -> float | None:
     """The error of a model that draws random numbers for each channel, where one number stands in
-    the place of all; None for one that draws none, or differs all the same."""
+    the place of all; None for one that draws none.
+
+    Raises:
+        ProofError: they differ all the same.
+    """
     drawn, error = False, 0.0
     for level in LEVELS:
         with Settled(level) as mode:
@@ -83,8 +85,17 @@ def settled_error(model: nn.Module, compared: Callable[[], float], allowed: floa
                     f"compared, either: {failed}"
                 ) from failed
         drawn = drawn or mode.drawn
-    if not drawn or not error <= allowed:
+    if not drawn:
         return None
+    if not error <= allowed:
+        kind = type(model).__name__
+        raise ProofError(
+            f"the pruned {kind} differs from the masked one by {error:.2g} (relative; "
+            f"{allowed:.0e} is allowed). {kind} draws random numbers as it runs, and they differ "
+            "with one number in place of all: what removed channels say may depend on what is "
+            "drawn. Nothing was changed; ignore= the layers before such a call, or pass "
+            "verify=False to go without a proof."
+        )
     warn(
         f"{type(model).__name__} draws random numbers as it runs, for each channel: the pruned "
         "model draws others. They were compared with one number in place of all"
