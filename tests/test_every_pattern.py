@@ -506,7 +506,6 @@ def test_what_is_nearly_it_stays_whole_and_says_why(kind, op):
     lambda y: y.roll(3), lambda y: y.tensor_split(torch.tensor([4]), 1)[1],
     lambda y: y.take_along_dim(torch.arange(576)).view(2, -1),
     lambda y: y.view(torch.int64).double(),
-    lambda y: torch.tensordot(y, torch.ones(6, 6).double(), dims=torch.tensor(1)),
 ])  # fmt: skip
 def test_a_form_that_no_rule_follows_leaves_the_channels_whole(op):
     model = Net(lambda s, x: s.c(op(s.a(x).sigmoid()).flatten(1)), a=nn.Conv2d(3, 8, 1),
