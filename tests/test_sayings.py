@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +20,7 @@ from fxprune.relating.sayings import Telling
 from fxprune.tracing.record import record
 
 from .networks import networks, settings_of_a_plan
-from .oracle import awake, check, masked_equals_pruned
+from .oracle import awake, check, difference, masked_equals_pruned, run
 from .test_trace import Net
 
 X = torch.randn(2, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
@@ -319,3 +322,98 @@ def test_a_size_of_the_input_is_no_constant(fill, bias):
     assert small.a.out_features == 4
     for rows in (x[:3], x[:2], x):
         masked_equals_pruned(plan, model, small, rows)
+
+
+def by_list(net, x, h):
+    return h * [0.25, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5][x.shape[0]]
+
+
+def by_attribute(net, x, h):
+    net.factor = net.factor * 1.7
+    return h * net.factor
+
+
+def by_buffer(net, x, h):
+    net.steps += 1
+    return h * net.steps
+
+
+def by_tensor(net, x, h):
+    net.plain = net.plain + 1
+    return h + net.plain
+
+
+def before_it_is_counted(net, x, h):
+    y = h * net.steps
+    net.steps += 1
+    return y
+
+
+def by_words(net, x, h):
+    return h * float(f"0.{x.shape[0]}")
+
+
+def by_their_number(net, x, h):
+    return h / 7.25 ** len(list(x))
+
+
+CHANGING = {
+    "a root": lambda net, x, h: h / math.sqrt(x.shape[0]),
+    "a logarithm": lambda net, x, h: h * math.log(1 + x.shape[0]),
+    "a root of NumPy's": lambda net, x, h: h * float(np.sqrt(x.shape[0])),
+    "a mean": lambda net, x, h: h * x.mean().item(),
+    "the largest": lambda net, x, h: h + float(x.abs().max()),
+    "a value in a list": lambda net, x, h: h * x.mean(1).tolist()[0],
+    "a list": by_list,
+    "their number": by_their_number,
+    "a word": by_words,
+    "a sum over a range": lambda net, x, h: h * (0.3 * sum(range(x.shape[0]))),
+    "an attribute": by_attribute,
+    "a buffer": by_buffer,
+    "a buffer before": before_it_is_counted,
+    "a tensor": by_tensor,
+}
+
+
+class Changes(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.a, self.c, self.change = nn.Linear(6, 8), nn.Linear(8, 3), change
+        self.factor, self.plain = 1.3, torch.tensor(1.0, dtype=torch.float64)
+        self.register_buffer("steps", torch.tensor(1.0))
+
+    def forward(self, x):
+        return self.c(self.change(self, x, self.a(x).sigmoid()))
+
+
+@pytest.mark.parametrize("change", CHANGING.values(), ids=CHANGING.keys())
+@pytest.mark.parametrize("bias", ["expected", "propagate"])
+def test_a_number_that_is_another_in_another_run_is_no_constant(change, bias):
+    x = torch.linspace(-2, 3, 24, dtype=torch.float64).cos().reshape(4, 6)
+    model = awake(Changes(change))
+    plan = fxprune.plan(model, x[:3], bias=bias)
+    masked, small = plan.mask(model), plan.apply(model)
+    assert small.a.out_features == 4
+    for rows in (x[:3], x[:2], 2 * x):
+        assert difference(run(masked, rows), run(small, rows)) < 1e-9
+        for net in (masked, small):  # as in another run: run() puts back what code sets
+            net.factor, net.plain, net.steps = net.factor * 1.1, net.plain + 2, net.steps + 2
+
+
+FIXED = {
+    "in the code": lambda net, x, h: F.leaky_relu(h, 0.3) * 1.5 - 2,
+    "an attribute": lambda net, x, h: h * net.factor,
+    "by name": lambda net, x, h, factor=1.75: h * factor,
+    "made of numbers": lambda net, x, h: h * (0.3 + 0.45 * 2),
+    "a width": lambda net, x, h: h / math.sqrt(h.shape[1]),
+    "beside a root": lambda net, x, h: (h * 0.7).cos() + 0 * math.sqrt(x.shape[0]),
+}
+
+
+@pytest.mark.parametrize("change", FIXED.values(), ids=FIXED.keys())
+def test_one_that_is_the_same_in_every_run_is(change):
+    model = awake(Changes(change))
+    x = torch.linspace(-2, 3, 24, dtype=torch.float64).cos().reshape(4, 6)
+    plan = fxprune.plan(model, x, bias="propagate")
+    assert plan.notes == []
+    assert any(shift.path == "c" for shift in plan.folds(model).shifts)

@@ -25,6 +25,7 @@ from ..relating.unreached import beside_unreached
 from ..rules.pattern_types import Pattern
 from ..rules.registry import as_patterns, every, scope
 from ..tracing import fusions
+from ..tracing.plain_numbers import PlainNumbers
 from ..tracing.record import record
 from ..tracing.runs import OtherRuns
 from .planner import Planner, StayAround
@@ -180,7 +181,9 @@ def make_plan(
         found = fusions.find(trace)  # before the first walk: they give nodes another meaning
         drawn = settings.bias == "expected" and trace.calls_any("norm")
         telling = Telling(settings.bias == "drop", masked, drawn)
-        training = InTraining(trace, OtherRuns(model, example_input, settings.outputs))
+        others = OtherRuns(model, example_input, settings.outputs)
+        trace.numbers = PlainNumbers(trace, others)
+        training = InTraining(trace, others)
         while True:
             relations = discover(
                 trace,

@@ -24,8 +24,8 @@ from ..rules.channels import (
     run_on,
     varying,
 )
-from ..rules.ops import argument_at
 from ..rules.shapes import broadcast_shape, clusters, pad, place, reshape_groups, with_rank
+from ..rules.sizes import Dimension
 from ..rules.spec import Spec
 from ..tracing.trace import Trace, is_size
 from .meanings import Meanings
@@ -42,6 +42,7 @@ class Algebra(Meanings):
         super().__init__(trace)
         self.values: dict[fx.Node, Any] = {}
         self.modules = trace.modules
+        self._above: Any = None  # the call that the graph at work lies beneath
         self._varying: set[int] = set()  # labels of slices of which other inputs have others
 
     def unknown(self, call: Call, reason: str = "") -> Any:
@@ -76,16 +77,28 @@ class Algebra(Meanings):
             return False
         if not is_size(number):
             return any(map(self.varies, number.all_input_nodes))
-        x = self.values[number.args[0]]  # type: ignore[index]
+        return self.is_free_size(Dimension(*number.args))  # type: ignore[arg-type]
+
+    def is_free_size(self, size: Dimension) -> bool:
+        """Whether it is no width: other inputs may have another."""
+        x = self.values.get(size.source)
         if not isinstance(x, Channels):
             return False
-        axis = x.axis(number.args[1])  # type: ignore[arg-type]
+        axis = x.axis(size.dim)
         return axis is None or (axis.units.numel() > 0 and int(axis.units.min()) in self._varying)
+
+    def is_unsure(self, call: Call) -> bool:
+        """Whether a number that a call is given may be another in another run."""
+        node = call.node if call.node.graph is self.trace.graph else self._above
+        numbers = self.trace.numbers
+        return any(map(self.varies, call.node.all_input_nodes)) or (
+            numbers is not None and not numbers.are_sure(node, self.is_free_size)
+        )
 
     def number_given(self, call: Call, position: int, name: str) -> float | None:
         """The number that a call is given; None where a tensor or the size of an input tells it."""
-        value, written = call.arg(position, name), argument_at(call.node, position, name)
-        return value if isinstance(value, (int, float)) and not self.varies(written) else None
+        value = call.arg(position, name)
+        return value if isinstance(value, (int, float)) and not self.is_unsure(call) else None
 
     def sized_by(self, x: Channels, numbers: Sequence[Any]) -> Channels:
         """``x``, whose sizes are these numbers of the graph."""
@@ -165,7 +178,7 @@ class Algebra(Meanings):
             for dims in clusters(shifted)
             if (axis := self._meet_axis(call, shifted, dims, shape, function, together)) is not None
         ]
-        return Channels(shape, tuple(axes), self.meet_scalar(operands, function))
+        return Channels(shape, tuple(axes), self.meet_scalar(call, operands, function))
 
     def _meet_axis(self, call, operands, dims, shape, function, together):
         sizes = tuple([shape[d] for d in dims])

@@ -157,7 +157,7 @@ class Meanings:
         ``touched`` are the axes of each operand there."""
         return None, False
 
-    def meet_scalar(self, operands: Sequence[Channels], function: Any) -> float | None:
+    def meet_scalar(self, call: Call, operands: Sequence[Channels], function: Any) -> float | None:
         """What operands of one number come to."""
         return None
 

@@ -127,8 +127,9 @@ class Sayings(Walk):
         return self.telling is not None and self.telling.masked
 
     def one(self, value: Named) -> float | None:
-        """A tensor of one real number."""
-        if self.telling is None or math.prod(value.spec.shape) != 1:
+        """A tensor of one real number, which is the same in every run."""
+        alone = math.prod(value.spec.shape) == 1 and value.name not in self.trace.written
+        if self.telling is None or not alone:
             return None
         return float(self.read(value.name)) if value.spec.dtype.is_floating_point else None
 
@@ -184,7 +185,7 @@ class Sayings(Walk):
                 for axis in (axis for axes in touched for axis in axes):
                     self.freeze(axis, why, call)
                 return None, False
-            if any(map(self.varies, call.node.all_input_nodes)):
+            if self.is_unsure(call):
                 # Nothing is sure but zeros that stay zeros.
                 sure = functools.reduce(torch.logical_and, [t == 0 for t in (*arrays, result)])
                 result = _zero_or_nan(sure)
@@ -198,8 +199,10 @@ class Sayings(Walk):
         result = result if unknown is None else result.masked_fill(unknown, torch.nan)
         return result if zero is None else result.masked_fill(zero, 0.0), border
 
-    def meet_scalar(self, operands, function):
+    def meet_scalar(self, call, operands, function):
         if function is None or self.telling is None or any(x.scalar is None for x in operands):
+            return None
+        if function == call.replay and self.is_unsure(call):
             return None
         tensors = [torch.full((1,) * len(x.shape), x.scalar, dtype=torch.float64) for x in operands]
         result = function(tensors)

@@ -59,10 +59,9 @@ class InTraining:
         """Tensors that training mode alone uses, and what hangs together there, once for all walks;
         None where nobody is to be asked."""
         trace, modules = self._trace, dict.fromkeys(self._trace.modules.values())
-        reading = [module for module in modules if may_read_mode(module)]
-        left = _unused(trace) if reading else set()
+        left = _unused(trace) if any(map(may_read_mode, modules)) else set()
         does = {trace.modules[call.path] for call in trace.calls if not _only_drops(trace, call)}
-        asked = _may_be_used(trace, left, reading) or any(map(_goes_by_mode, does))
+        asked = any(map(_goes_by_mode, does)) or _may_be_used(trace, left)
         training = self.others.training if asked else None
         if training is None:
             return set(), None
@@ -75,10 +74,13 @@ class InTraining:
         return own, discover(training)
 
 
-def _may_be_used(trace: Trace, left: set[str], reading: list[nn.Module]) -> bool:
-    """Whether some of the tensors that are ``left`` may be used by the mode, which ``reading`` may
-    read. One that its module's code did not touch, and does not by the mode, is none of them:
-    unless the module is told the mode, or others that read it know the tensor by name."""
+def _may_be_used(trace: Trace, left: set[str]) -> bool:
+    """Whether some of the tensors that are ``left`` may be used by the mode. One that its module's
+    code did not touch, and does not by the mode, is none of them: unless the module is told the
+    mode, or others that read it know the tensor by name."""
+    if not left:
+        return False
+    reading = [m for m in dict.fromkeys(trace.modules.values()) if may_read_mode(m)]
     touched = uses_of(trace).keys()
     calls = {call.path: call for call in trace.calls}
     named = set[str]().union(

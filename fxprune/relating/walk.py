@@ -65,7 +65,8 @@ class Walk(Algebra):
         return Named(name, spec)
 
     def _scalar(self, name: str, spec: Spec) -> float | None:
-        if torch.Size(spec.shape).numel() != 1 or name not in self.trace.constants:
+        known = name in self.trace.constants and name not in self.trace.written
+        if torch.Size(spec.shape).numel() != 1 or not known:
             return None
         value = self.trace.constants[name]
         return None if value.is_complex() else float(value)
@@ -115,6 +116,7 @@ class Walk(Algebra):
             if followed(beneath):
                 alone = len(ops) == 1 and is_pointwise(ops[0].target)
                 alone = alone and not isinstance(call.node.target, Transform)  # it is the function
+                self._above = call.node
                 return self._pointwise(call) if alone else self._walk(beneath)
         elif is_pointwise(call.node.target):
             return self._pointwise(call)

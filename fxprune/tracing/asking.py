@@ -68,7 +68,7 @@ def traced_attributes(model: nn.Module) -> Iterator[None]:
         wrap(vars(m), prefix)
         for key, value in vars(m).items():
             kind: Any = type(value)
-            if kind not in _PLAIN and _is_configuration(kind) and id(value) not in seen:
+            if kind not in _PLAIN and is_configuration(kind) and id(value) not in seen:
                 seen.add(id(value))  # one is often shared by many modules
                 wrap(vars(value), f"{prefix}{key}.")
     try:
@@ -87,7 +87,7 @@ _PLAIN = frozenset(
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_configuration(kind: type) -> bool:
+def is_configuration(kind: type) -> bool:
     """Whether an attribute of a module is an object whose attributes can be set in its place."""
     if any("__call__" in vars(base) for base in kind.__mro__):  # a module, a function
         return False

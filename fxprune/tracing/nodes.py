@@ -50,6 +50,9 @@ class Nodes:
         self.named = {id(each.tensor): each.name for each in reversed(fixed)}
         self.named |= {id(t): name for name, t in named_tensors(modules)}
         self._modules = modules
+        # Tensors that code sets anew: of a constant of the run another run has another.
+        tensors = (t for m in modules.values() for t in vars(m).values() if type(t) is torch.Tensor)
+        self._set_anew = {id(t) for t in tensors if id(t) not in self.named}
         # Buffers and attributes: where they are held, and in which memory. A parameter that a model
         # writes to (weight.data.clamp_(-1, 1)) is no state of its run; one that gets other memory
         # (weight.data = weight.data.renorm(2, 0, 1)) would not get it beneath a mask.
@@ -296,6 +299,8 @@ class Nodes:
             name = next(n for n in names if n not in self.constants and not hasattr(self.model, n))
             self.constants[name] = value
             self._memo[key] = self.add(self._get_attr(name), value)
+            if id(value) in self._set_anew:
+                self.written.add(name)
         return self._memo[key]
 
     def _get_attr(self, name: str) -> fx.Node:
