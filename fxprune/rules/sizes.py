@@ -94,6 +94,11 @@ class Literal(float):
         return float, (plain(self),)
 
 
+class Derived(Literal):
+    """One that was computed of other numbers than such floats: of an integer that comes from
+    nowhere, say, which is another in another run."""
+
+
 OWN = (TracedInt, TracedFloat, Literal)  # numbers that are not Python's
 
 
@@ -266,9 +271,11 @@ _install(int, TracedInt)
 _install(float, TracedFloat)
 
 
-def asking(value: Any) -> Any:
-    """A plain float as one that asks; anything else as it is."""
-    return Literal(value) if type(value) is float else value
+def asking(value: Any, *operands: Any) -> Any:
+    """A plain float as one that asks; anything else as it is. ``operands`` are what it was made
+    of."""
+    kind = Literal if all(type(each) is Literal for each in operands) else Derived
+    return kind(value) if type(value) is float else value
 
 
 def _install_asking(name: str, of_the_right: str = "") -> None:
@@ -279,7 +286,7 @@ def _install_asking(name: str, of_the_right: str = "") -> None:
     def method(self: Any, *other: Any) -> Any:
         if of_the_right and isinstance(other[0], (TracedInt, TracedFloat)):
             return getattr(other[0], of_the_right)(plain(self))
-        return asking(compute(self, *other))
+        return asking(compute(self, *other), self, *other)
 
     method.__name__ = name
     setattr(Literal, name, method)

@@ -134,7 +134,7 @@ def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
 def _asked_from(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def giving(*numbers: Any) -> Any:
-        return asking(function(*numbers))
+        return asking(function(*numbers), *numbers)
 
     return giving
 

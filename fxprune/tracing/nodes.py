@@ -73,6 +73,7 @@ class Nodes:
         self.written: set[str] = set()  # those that it writes to
         self.given_data: set[int] = set()  # ids of those whose data it sets
         self.reads_sizes = False  # of what is no parameter: inputs may have others
+        self.literals: set[float] = set()  # floats that code holds, or makes of such alone
         self.constants: dict[str, Any] = {}
         self.kept_whole: list[tuple[fx.Node, str, str]] = []
         self._way = ""  # of an argument: handed from module to module, returned by the model
@@ -312,6 +313,8 @@ class Nodes:
         number = self.own(number)
         origin = getattr(number, "origin", None)
         if origin is None:
+            if type(number) is sizes.Literal:
+                self.literals.add(sizes.plain(number))
             return sizes.plain(number)
         key = sizes.expression(number)
         if key not in self._memo:

@@ -30,6 +30,7 @@ class PlainNumbers:
         self._trace, self._others = trace, others
         self._sure: dict[fx.Node, bool] = {}
         self._held: dict[nn.Module, set[float]] = {}
+        self._twins: dict[int, dict[fx.Node, fx.Node]] = {}  # in each of the other runs
 
     def are_sure(self, node: fx.Node, is_free: Callable[[sizes.Dimension], bool]) -> bool:
         """Whether all that a call is given are the same in every run.
@@ -63,14 +64,17 @@ class PlainNumbers:
             at = self._trace.calls[at].parent
 
     def _same_in(self, other: Trace, node: fx.Node) -> bool:
-        mine, theirs = list(self._trace.graph.nodes), list(other.graph.nodes)
-        if [(n.op, n.target) for n in mine] != [(n.op, n.target) for n in theirs]:
-            return False
-        return _numbers(theirs[mine.index(node)]) == _numbers(node)
+        if id(other) not in self._twins:
+            mine, theirs = list(self._trace.graph.nodes), list(other.graph.nodes)
+            alike = [(n.op, n.target) for n in mine] == [(n.op, n.target) for n in theirs]
+            self._twins[id(other)] = dict(zip(mine, theirs, strict=True)) if alike else {}
+        twin = self._twins[id(other)].get(node)
+        return twin is not None and _numbers(twin) == _numbers(node)
 
     def _unheld(self, numbers: set[float], chain: Sequence[ModuleCall]) -> set[float]:
         """Those that no code of the model holds, nor an attribute of its modules and their
         configurations; most are of modules at work."""
+        numbers = numbers - self._trace.literals
         at_work = [self._trace.modules[call.path] for call in chain]
         for module in dict.fromkeys((*at_work, *self._trace.modules.values())):
             if not numbers:

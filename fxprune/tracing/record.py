@@ -124,4 +124,5 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
         nodes.reads_sizes,
         filled,
         recorder.within,
+        literals=nodes.literals,
     )

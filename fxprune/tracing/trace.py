@@ -78,6 +78,7 @@ class Trace:
     tied: set[fx.Node] = field(default_factory=set, repr=False)  # stacks of the same channels
     # Calls that put slices around channels, where these have to stay, and why.
     stay_around: dict[fx.Node, str] = field(default_factory=dict, repr=False)
+    literals: set[float] = field(default_factory=set, repr=False)  # that code was seen to hold
     numbers: Any = field(default=None, repr=False)  # PlainNumbers: which are sure
     _tensor_names: dict[str, list[str]] = field(default_factory=dict, repr=False)
     _hooked: dict[str, str] = field(default_factory=dict, repr=False)
