@@ -20,7 +20,7 @@ from ..modules.near import codes_near, constants_near, functions_of
 from ..rules import sizes
 from .asking import is_configuration
 from .runs import OtherRuns
-from .trace import ModuleCall, Trace
+from .trace import ModuleCall, Trace, set_item
 
 
 class PlainNumbers:
@@ -52,6 +52,8 @@ class PlainNumbers:
             return not lost or all(self._same_in(other, node) for other in self._others.lengths)
         # By a value, a list, or a counter.
         if any(c.reads_data or _counts(self._trace.modules[c.path]) for c in chain):
+            return False
+        if node.target is set_item:  # mostly a mask, part by part with the next number: not worth it
             return False
         runs = self._others.lengths
         return bool(runs) and all(self._same_in(other, node) for other in runs)
