@@ -53,7 +53,7 @@ class PlainNumbers:
         # By a value, a list, or a counter.
         if any(c.reads_data or _counts(self._trace.modules[c.path]) for c in chain):
             return False
-        if node.target is set_item:  # mostly a mask, part by part with the next number: not worth it
+        if node.target is set_item:  # a mask, mostly, with a number for each part: no run for it
             return False
         runs = self._others.lengths
         return bool(runs) and all(self._same_in(other, node) for other in runs)
