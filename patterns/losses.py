@@ -13,7 +13,7 @@ from fxprune.rules.registry import register
     "binary_cross_entropy_with_logits", "soft_margin_loss")  # fmt: skip
 def loss(a, call):
     """y = the mean or sum of l(x, t) over everything, or each of them."""
-    each = a.forget(a.meet(call, [a.channels(x) for x in call.inputs]))
+    each = a.meet(call, [a.channels(x) for x in call.inputs])
     if call.shape == each.shape:  # reduction="none"
         return each
     return a.reduce(call, each, range(len(each.shape)), False)
@@ -23,9 +23,8 @@ def loss(a, call):
 @register("pairwise_distance")
 def pairwise(a, call):
     """y = ‖x − w + ε‖ over the last dimension."""
-    apart = a.forget(a.meet(call, [a.channels(x) for x in call.inputs]))
-    keepdim = len(call.shape) == len(apart.shape)
-    return a.forget(a.reduce(call, apart, [-1], keepdim))
+    apart = a.meet(call, [a.channels(x) for x in call.inputs])
+    return a.reduce(call, apart, [-1], len(call.shape) == len(apart.shape))
 
 
 @register("cdist")
@@ -38,5 +37,5 @@ def cdist(a, call):
     columns = remap(
         w, {d: d + (d >= other - 2) for d in range(other)}, (*w.shape[:-2], 1, m, width)
     )
-    apart = a.forget(a.meet(call, [rows, columns], shape=(*call.shape[:-2], n, m, width)))
-    return a.forget(a.reduce(call, apart, [-1], False))
+    apart = a.meet(call, [rows, columns], shape=(*call.shape[:-2], n, m, width))
+    return a.reduce(call, apart, [-1], False)

@@ -100,6 +100,13 @@ def functions_of(cls: type) -> tuple[FunctionType, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
+def stored_in(code: CodeType) -> frozenset[str]:
+    """The attributes that code sets or deletes."""
+    steps = dis.get_instructions(code)
+    return frozenset(s.argval for s in steps if s.opname in ("STORE_ATTR", "DELETE_ATTR"))
+
+
+@functools.lru_cache(maxsize=4096)
 def global_names(code: CodeType) -> frozenset[str]:
     """Which globals code reads: it has names of attributes in the same list."""
     steps = (s for c in within(code) for s in dis.get_instructions(c))
@@ -148,8 +155,7 @@ def read_by_forward(cls: type) -> frozenset[str]:
 @functools.lru_cache(maxsize=512)
 def set_by_forward(cls: type) -> frozenset[str]:
     """The attributes that the same code sets."""
-    steps = (step for code in codes_of_forward(cls) for step in dis.get_instructions(code))
-    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
+    return frozenset[str]().union(*map(stored_in, codes_of_forward(cls)))
 
 
 @functools.lru_cache(maxsize=512)

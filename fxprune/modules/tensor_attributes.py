@@ -9,7 +9,6 @@ written somewhere as strings.
 
 from __future__ import annotations
 
-import dis
 import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .inspecting import dotted
-from .near import functions, names_in, near, package_of, within
+from .near import functions, names_in, near, package_of, stored_in, within
 
 # What sets up a module, or moves it to another device or dtype.
 _SETTING_UP = frozenset({"__init__", "_apply", "to"})
@@ -106,9 +105,7 @@ def _code_of(function: Any, package: str) -> list[_Code]:
     found = []
     own = [f for f in functions(function, package) if package_of(f) != _FXPRUNE]
     for code in (code for f in own for code in within(f.__code__)):
-        steps = [s for s in dis.get_instructions(code) if s.opname in ("STORE_ATTR", "DELETE_ATTR")]
-        stores = frozenset(s.argval for s in steps)
         strings = frozenset(c for c in code.co_consts if isinstance(c, str) and len(c) > 1)
         by_name = not _BY_NAME.isdisjoint(code.co_names)
-        found.append(_Code("", frozenset(names_in(code)), strings, stores, by_name))
+        found.append(_Code("", frozenset(names_in(code)), strings, stored_in(code), by_name))
     return found

@@ -7,16 +7,13 @@ number that the code or an attribute of the model holds is the same; of others a
 
 from __future__ import annotations
 
-import dis
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from types import CodeType
 from typing import Any
 
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from ..modules.near import codes_near, constants_near, functions_of
+from ..modules.near import codes_near, constants_near, functions_of, stored_in
 from ..rules import sizes
 from .asking import is_configuration
 from .runs import OtherRuns
@@ -106,13 +103,8 @@ def _numbers(node: fx.Node) -> list[float]:
 
 def _counts(module: nn.Module) -> bool:
     """Whether code of a module sets numbers that it holds."""
-    stored = (name for code in codes_near(module) for name in _stored(code))
+    stored = (name for code in codes_near(module) for name in stored_in(code))
     return any(type(vars(module).get(name)) in (int, float) for name in stored)
-
-
-@lru_cache(maxsize=4096)
-def _stored(code: CodeType) -> tuple[str, ...]:
-    return tuple(s.argval for s in dis.get_instructions(code) if s.opname == "STORE_ATTR")
 
 
 def _lost(call: ModuleCall, is_free: Callable[[sizes.Dimension], bool]) -> bool:
