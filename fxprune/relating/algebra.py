@@ -377,12 +377,13 @@ class Algebra(Meanings):
     def keep_rows(self, x: Channels, dim: int, *, several: bool = False) -> None:
         """A row of ``x`` is read by its place along ``dim``, or ``several`` are: of a cut axis no
         row goes there. Slices of heads (a rotary embedding's halves) are a part, of which equally
-        many go in each."""
+        many go in each: they stay only where heads are to go, and can."""
         axis, dim = x.axis(dim), dim % len(x.shape)
         if axis is None or len(axis.dims) == 1:
             return
-        if not (several and self.attention == "head_dim" and dim == axis.dims[-1]):
-            self.hold(axis, [dim])
+        part = several and dim == axis.dims[-1]
+        if not (part and self.attention == "head_dim"):
+            self.hold(axis, [dim], rather=part)
 
     def _cut(self, call: Call, axis: Axis, rest: tuple[int, ...], operands) -> Axis | None:
         """An axis over several dimensions of which some are contracted: what is left of it.
