@@ -5,7 +5,8 @@ from __future__ import annotations
 from string import ascii_letters
 
 from fxprune.patterns.linear import turned, weights_of_terms
-from fxprune.rules.channels import remap
+from fxprune.rules.call import Named
+from fxprune.rules.channels import Channels, remap
 from fxprune.rules.registry import register
 from fxprune.rules.shapes import broadcast_shape, with_rank
 
@@ -16,11 +17,62 @@ def matmul(a, call):
     first, second = call.inputs
     if call.word == "rmatmul":
         first, second = second, first
+    terms, right = letters_of(len(first.shape), len(second.shape))
+    grouped = by_groups(a, call, (first, second), terms, right)
+    if grouped is not None:
+        return grouped
     x, y = a.channels(first), turned(a, call, second)
     z = product(a, call, x, y)
     if len(x.shape) == len(y.shape) and x.sums_to_one == len(x.shape) - 1:
         z = a.averaged(z, y, len(y.shape) - 2)  # as attention does
     return z
+
+
+def letters_of(*ranks):
+    """A product of two stacks of matrices, of these ranks, as letters of an einsum."""
+    lead = ascii_letters[: max(ranks)]
+    first, second = (lead[len(lead) - max(rank - 2, 0) :] for rank in ranks)
+    rows, columns = "Y" * (ranks[0] > 1), "Z" * (ranks[1] > 1)
+    longer = max(first, second, key=len)
+    return (first + rows + "X", second + "X" + columns), longer + rows + columns
+
+
+def by_groups(a, call, operands, terms, right):
+    """A stack of matrices, each for its own run of channels: (…, g, i) by (g, i, o), as the groups
+    of a convolution. None where this is no such thing."""
+    for value, x, own, others in zip(operands, operands[::-1], terms, terms[::-1], strict=True):
+        if not isinstance(value, Named) or isinstance(x, Named):
+            continue
+        shared, free = ([c for c in own if (c in others) == both] for both in (True, False))
+        groups, summed = ([c for c in shared if (c in right) == stays] for stays in (True, False))
+        if not (groups and summed and free and set(free) <= set(right)):
+            continue
+        if any(value.shape[own.index(c)] == 1 for c in shared):
+            continue
+        places = tuple(sorted(map(others.index, shared)))
+        if not a.decide(call, lambda x=x, p=places: any(axis.dims == p for axis in x.axes)):
+            continue
+        read, made = (sorted(map(own.index, [*groups, *cs])) for cs in (summed, free))
+        if a.is_grouped(call, value, [own.index(c) for c in free], x, places):
+            w_in = call.tensor(value, {"in": tuple(read)})
+            w_out = call.tensor(value, {"out": tuple(made)})
+            a.consume(call, x, w_in, [(others.index(c), own.index(c)) for c in shared])
+            for part, term in ((w_in, own), (w_out, own), (x, others)):
+                for axis in part.touching(map(term.index, groups)):
+                    a.hold(axis, map(term.index, groups))  # every group keeps equally many
+            sizes = dict(zip(others + own, x.shape + w_out.shape, strict=True))
+            shape = tuple(sizes[c] for c in right)
+            rest = x.with_axes(axis for axis in x.axes if axis.dims != places)
+            axes = [
+                axis for part, term in ((rest, others), (w_out, own))
+                for axis in placed(part, term, right, shape).axes
+            ]  # fmt: skip
+            return Channels(shape, tuple(sorted(axes, key=lambda axis: axis.dims)))
+    return None
+
+
+def placed(x, term, right, shape):
+    return remap(x, {i: right.index(c) for i, c in enumerate(term) if c in right}, shape)
 
 
 def product(a, call, x, y):
@@ -77,6 +129,9 @@ def einsum(a, call):
     if spelled is None:
         return a.unknown(call)
     terms, right = spelled
+    grouped = by_groups(a, call, operands, terms, right) if len(operands) == 2 else None
+    if grouped is not None:
+        return grouped
     parts = [
         (roles(call, value, term, terms, right), term)
         for value, term in zip(operands, terms, strict=True)

@@ -165,6 +165,30 @@ def test_28_one_head_of_keys_for_all_queries_is_cut_along_its_slices(mix, how):
     assert small.out.in_features == 12
 
 
+@pytest.mark.parametrize("how", HOW)
+def test_28_one_head_of_keys_that_rotates_in_pairs_is_cut_along_them_and_keeps_its_scale(how):
+    def pairs(x, angle):
+        a, b = x[..., ::2], x[..., 1::2]
+        turned = a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()
+        return torch.stack(turned, -1).flatten(-2)
+
+    def forward(s, x):
+        b, n, _ = x.shape
+        q = s.q(x).view(b, n, 4, -1).transpose(1, 2)
+        k, v = (layer(x).unsqueeze(1) for layer in (s.k, s.v))
+        angle = torch.arange(n, dtype=x.dtype)[:, None] * s.rates
+        q, k = pairs(q, angle), pairs(k, angle)
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.size(-1))
+        return s.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, n, -1))
+
+    net = Net(forward, q=nn.Linear(6, 32), k=nn.Linear(6, 8), v=nn.Linear(6, 6),
+              out=nn.Linear(24, 3))  # fmt: skip
+    net.register_buffer("rates", torch.tensor([1.0, 0.5, 0.2, 0.1], dtype=torch.float64))
+    plan, small = check(net, tokens(), attention=how)
+    assert (small.q.out_features, small.k.out_features, small.v.out_features) == (16, 4, 3)
+    assert small(tokens(5, batch=1)).shape == (1, 5, 3)
+
+
 class RMS(nn.Module):
     def __init__(self, n):
         super().__init__()

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import fxprune
+
 from .oracle import awake, check, difference, run
 from .test_trace import Net
 
@@ -251,3 +253,35 @@ def test_the_size_that_repeated_slices_come_to_is_a_width(parts):
     net = Net(forward, heads=nn.Linear(5, 24), keys=nn.Linear(5, 2 * parts), o=nn.Linear(24, 5))
     plan, small = check(net, X)
     assert small.o.in_features == (16 if parts == 1 else 12) and (parts == 1 or not plan.code)
+
+
+GROUPS = {
+    "einsum": lambda x, w: torch.einsum("...gi,gio->...go", x, w),
+    "einsum, the weight first": lambda x, w: torch.einsum("gio,btgi->btgo", w, x),
+    "bmm": lambda x, w: torch.bmm(x.flatten(0, 1).transpose(0, 1), w).transpose(0, 1)
+    .unflatten(0, x.shape[:2]),
+    "matmul": lambda x, w: (x.unsqueeze(-2) @ w).squeeze(-2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", ["heads", "head_dim"])
+@pytest.mark.parametrize("how", GROUPS)
+def test_layers_of_groups_written_as_stacks_of_matrices_are_cut_as_grouped_convolutions_are(
+    how, attention
+):
+    def forward(s, x):
+        y = s.a(x).sigmoid().unflatten(-1, (4, -1))
+        y = (GROUPS[how](y, s.w1) + s.b1).flatten(-2).sigmoid()
+        y = (GROUPS[how](y.unflatten(-1, (4, -1)), s.w2) + s.b2).flatten(-2)
+        return s.c(y)
+
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(4, *shape)) for shape in ((8, 6), (6,), (6, 10), (10,))]
+    layers = dict(zip(("w1", "b1", "w2", "b2"), weights, strict=True))
+    model = Net(forward, a=nn.Linear(5, 32), c=nn.Linear(40, 3), **layers)
+    x = torch.randn(2, 7, 5, dtype=torch.float64)
+    plan, small = check(model, x, attention=attention)
+    assert small.a.out_features == 16 and small.w2.shape == (4, 3, 5)
+    assert small(x[:1, :3]).shape == (1, 3, 3)
+    again = fxprune.prune(small, x, sparsity=0.5, attention=attention)
+    assert again.a.out_features == 8

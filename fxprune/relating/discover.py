@@ -60,6 +60,10 @@ def discover(
         if whole - trace.tied:
             trace.tied |= whole
             continue
+        grouped = walk.grouped_where_stuck(relations)
+        if grouped != trace.grouped:
+            trace.grouped = grouped
+            continue
         kept = stays(relations) if stays is not None else ()
         for each in kept:
             walk.keep(each)
@@ -112,6 +116,9 @@ class Discover(Sayings):
         self.added: set[int] = set()
         self.around: dict[fx.Node, list[np.ndarray]] = {}
         self.stacks: dict[fx.Node, torch.Tensor] = {}
+        # Of products that may be those of groups: what of its weight makes channels, and what of
+        # the other operand it reads.
+        self._groupable: dict[fx.Node, tuple[str, Sequence[int], torch.Tensor]] = {}
         self.plain: dict[fx.Node, set[int]] = {}
         # First labels of the axes that the call at hand has spoken of; None once it is not plain.
         self._spoken: set[int] | None = None
@@ -241,6 +248,14 @@ class Discover(Sayings):
 
     def stacked(self, call: Call, axis: Axis, dim: int) -> None:
         self.stacks[call.node] = axis.units.movedim(axis.dims.index(dim), 0).flatten(1)
+
+    def is_grouped(
+        self, call: Call, weight: Named, made: Sequence[int], x: Channels, dims: Sequence[int]
+    ) -> bool:
+        axis = x.axis(dims[0])
+        assert axis is not None
+        self._groupable[call.node] = weight.name, made, axis.units
+        return super().is_grouped(call, weight, made, x, dims)
 
     def distinguish(self, x: Channels) -> None:
         self.parts += [axis.units for axis in x.axes]
@@ -409,6 +424,21 @@ class Discover(Sayings):
         owned = np.zeros(len(frozen), dtype=bool)  # what no parameter has a part in stays
         owned[classes[self.labels.owners() >= 0]] = True
         return classes, frozen | ~owned
+
+    def grouped_where_stuck(self, relations: Relations) -> dict[fx.Node, bool]:
+        """For each product that may be one of groups, whether it is to be: where otherwise what it
+        reads or makes could not shrink, and what it reads can then."""
+        found = dict(self.trace.grouped)
+        for node, (name, made, units) in self._groupable.items():
+            read = relations.classes[units.numpy()]
+            if node in found:
+                found[node] = found[node] and bool(read.any())
+                continue
+            own = [relations.of(self.sources[i]) for i in self._by_name.get(name, ())
+                   if not set(self.sources[i].dims).isdisjoint(made)]  # fmt: skip
+            several = len(distinct(read)) > 1
+            found[node] = not several or not any(classes.any() for classes in own)
+        return found
 
     def shared_in_vain(self, relations: Relations) -> set[str]:
         """Tensors that are the same for every head (a norm's weight, a rotary table, an embedding

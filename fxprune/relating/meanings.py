@@ -113,6 +113,14 @@ class Meanings:
     def apart(self, axes: Sequence[Axis], rank: int) -> None:
         """Axes of one tensor that meet one over ``rank`` dimensions."""
 
+    def is_grouped(
+        self, call: Call, weight: Named, made: Sequence[int], x: Channels, dims: Sequence[int]
+    ) -> bool:
+        """Whether ``weight`` is to be cut as that of a grouped convolution: each group makes slices
+        of its own, along ``made``, and reads its own run of ``x`` along ``dims``, and keeps as many
+        as the others. Else whole groups go, or the same slices of each."""
+        return self.trace.grouped.get(call.node, False)
+
     def stacked(self, call: Call, axis: Axis, dim: int) -> None:
         """``axis`` holds what ``call`` put together along ``dim``, each part with channels of its
         own."""
