@@ -438,3 +438,21 @@ def test_a_tensor_that_is_read_past_its_name_stays_whole():
     plan, small = check(Reading(), torch.randn(2, 4, dtype=torch.float64))
     assert small.a.out_features == 8 and small.b.out_features == 4
     assert "past its name" in dict(plan.skipped)["a"]
+
+
+def test_what_a_module_keeps_in_slots_is_copied():
+    class Slots(nn.Module):
+        __slots__ = ("heads", "unset")
+
+        def __init__(self):
+            super().__init__()
+            self.a, self.heads = nn.Linear(6, 16), [4]
+
+        def forward(self, x):
+            return self.a(x).unflatten(-1, (self.heads[0], -1)).flatten(1)
+
+    model = nn.Sequential(Slots(), nn.Linear(16, 3))
+    copied = copy_model(model)[0]
+    assert copied.heads == [4] and copied.heads is not model[0].heads
+    x = torch.randn(4, 6, dtype=torch.float64)
+    assert fxprune.prune(awake(model), x)[0].a.out_features == 8

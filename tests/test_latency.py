@@ -262,5 +262,7 @@ def test_a_timer_that_tells_no_time_is_refused(timer, said):
 def test_tables_that_are_none_are_refused():
     with pytest.raises(fxprune.SettingError, match="timer=3"):
         LatencyTable(timer=3)
+    with pytest.raises(fxprune.FileError, match="path is a int"):
+        LatencyTable(3)
     with pytest.raises(fxprune.SettingError, match="LatencyTable"):
         Target(latency=0.5, table=3)

@@ -268,8 +268,12 @@ def test_a_state_of_another_model_is_refused_and_nothing_changes():
         twin.load_state_dict(wrong)
     older = {"units": 9, "removed": torch.arange(2), "biases": {}}
     for wrong in (torch.optim.SGD(twin.model.parameters()).state_dict(), {}, None,
-                  *({**state, "choices": [c]} for c in (older, 3, {"chosen": {}, "biases": {}}, {
-                      **state["choices"][0], "biases": None}))):  # fmt: skip
+                  *({**state, "choices": [c]} for c in (older, 3, {"chosen": {}, "biases": {}}, *(
+                      {**state["choices"][0], "biases": b} for b in (
+                          None, {3: [4]}, {"0.bias": 4}, {"0.bias": ["4"]}, {"0.b": [4]},
+                          {"9.bias": [4]}
+                      )
+                  )))):  # fmt: skip
         with pytest.raises(PlanError, match="state"):
             twin.load_state_dict(wrong)
     assert before.differences() == []

@@ -58,6 +58,41 @@ def test_a_function_is_followed_through_the_ops_beneath_it(between):
     assert small.b.out_features == 4
 
 
+class Slope(nn.Module):
+    """A layer reads how a network's output changes with what goes in."""
+
+    def __init__(self, how, inner):
+        super().__init__()
+        self.inner = nn.Linear(6, 8) if inner else nn.Identity()
+        self.net = nn.Sequential(nn.Linear(8 if inner else 6, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.a, self.b, self.how = nn.Linear(8 if inner else 6, 8), nn.Linear(8, 3), how
+
+    def forward(self, x):
+        return self.b(self.a(self.how(self.net, self.inner(x).cos())).tanh())
+
+
+def pulled(net, x):
+    y, pull = torch.func.vjp(net, x)
+    return pull(torch.ones_like(y))[0]
+
+
+def pulled_with_more(net, x):
+    y, pull, more = torch.func.vjp(lambda z: (net(z), z * 2), x, has_aux=True)
+    return pull(y, retain_graph=True)[0] * more
+
+
+def jacobian(net, x):
+    return torch.func.jacrev(lambda z: net(z).sum(0))(x)[0]
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("how", [pulled, pulled_with_more, jacobian])
+def test_what_vjp_and_jacrev_run_is_followed_and_what_they_derive_by_stays(how, inner):
+    small = checked(Slope(how, inner), rows(), rows(7))
+    assert small.net[0].out_features == small.a.out_features == 4
+    assert not inner or small.inner.out_features == 8
+
+
 def divided(net, h):
     return torch.vmap(lambda r: r / r.shape[-1])(h)
 
@@ -139,7 +174,7 @@ def test_no_graph_holds_what_a_function_has_read_in_one_run():
 
 def test_what_cannot_be_followed_is_refused_with_its_line():
     def between(net, h):
-        return torch.func.vjp(torch.sin, h)[0]
+        return torch.func.functionalize(torch.sin)(h)
 
     with pytest.raises(fxprune.ModelError, match=r"torch.func.*test_transforms"):
         fxprune.plan(Net(between), rows().float())

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..benchmarking import seconds_of
 from ..errors import SettingError, warn
+from ..modules.given import check_path
 
 Timer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], float]
 
@@ -36,6 +37,8 @@ class LatencyTable:
     """
 
     def __init__(self, path: str | Path | None = None, *, timer: Timer | None = None) -> None:
+        if path is not None:
+            check_path(path)
         if timer is not None and not callable(timer):
             raise SettingError(f"timer={timer!r} is no function of a module and its inputs")
         self.timer = timer

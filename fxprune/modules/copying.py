@@ -91,6 +91,10 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             else:
                 state[key] = copy.deepcopy(value, memo)
         memo[id(module)].__setstate__(state)
+        for name in _slots(type(module)):  # which deepcopy would leave out
+            if hasattr(module, name):
+                value = copy.deepcopy(getattr(module, name), memo)
+                object.__setattr__(memo[id(module)], name, value)
     return copy.deepcopy(model, memo)  # which the memo has, or whose class has a way of its own
 
 
@@ -103,8 +107,17 @@ _WAYS = ("__reduce_ex__", "__reduce__", "__new__", "__getnewargs__", "__getnewar
 def _is_plain(cls: Any) -> bool:
     """Whether a class leaves it to ``copy`` how its modules are copied: attribute by attribute."""
     ways = (getattr(cls, way, None) is getattr(nn.Module, way, None) for way in _WAYS)
-    known = cls in copyreg.dispatch_table or any("__slots__" in vars(base) for base in cls.__mro__)
-    return all(ways) and not known
+    return all(ways) and cls not in copyreg.dispatch_table
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(cls: Any) -> tuple[str, ...]:
+    """Attributes that the modules of a class keep beside their dictionary."""
+    members = (vars(base).items() for base in cls.__mro__)
+    return tuple(
+        name for each in members for name, value in each
+        if isinstance(value, types.MemberDescriptorType)
+    )  # fmt: skip
 
 
 def _check(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:

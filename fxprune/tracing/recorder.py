@@ -41,7 +41,7 @@ from .intercepting import entered, is_python_of_torch, scripted_from
 from .nodes import Nodes
 from .told import NumbersRead, may_be_a_number
 from .trace import ModuleCall, set_item
-from .transforms import RUNS_A_FUNCTION, Inside, Transform
+from .transforms import RUNS_A_FUNCTION, VJP, Inside, Transform
 from .unrecorded import HAS_HOOKS, OWN_CONTEXT, READ_PAST_SIZES, Kept, contexts, odd_container
 
 _SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
@@ -205,14 +205,30 @@ class Recorder(TorchFunctionMode):
         """``torch.vmap`` and the like, which PyTorch does not tell of as a whole."""
         if self._not_the_models():
             return run(*args, **kwargs)
+        value = self._transformed(Transform(function, function), run, args, kwargs)
+        if function is not VJP:
+            return value
+        for t in tree.tensors(args[1:]):  # jacrev calls what is returned where no graph shows it
+            self.nodes.kept_whole.append(
+                (self.nodes.tensor(t), "torch.func.vjp takes derivatives by it", where())
+            )
+
+        def pull(*cotangents: Any, **settings: Any) -> Any:
+            """What ``vjp`` returns."""
+            if self._not_the_models():
+                return value[1](*cotangents, **settings)
+            called = Transform(function, value[1])
+            return self._transformed(called, called, cotangents, settings | {"besides": args[1:]})
+
+        return value[0], pull, *value[2:]
+
+    def _transformed(self, called: Transform, run: Any, args: Any, kwargs: Any) -> Any:
         self._unsaid(RUNS_A_FUNCTION)
         inside = Inside()
         self._transforming = True
         try:
             with _Paused(self):
-                value = self._record(
-                    "call_function", Transform(function), run, args, kwargs, inside=inside
-                )
+                value = self._record("call_function", called, run, args, kwargs, inside=inside)
         finally:
             self._transforming = False
         for number in inside.numbers:
@@ -366,7 +382,7 @@ class Recorder(TorchFunctionMode):
             with beneath, inside or contextlib.nullcontext():
                 value = run(*args, **kwargs)
             if beneath.besides:
-                inputs[1]["besides"] = tuple(beneath.besides)
+                inputs[1]["besides"] = (*inputs[1].get("besides", ()), *beneath.besides)
         strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
         cast = strided and args and value is args[0] and op_name(target) in _CASTS
         if cast and id(value) not in self.nodes.named and not torch.is_grad_enabled():

@@ -17,29 +17,35 @@ from ..errors import ModelError
 from ..rules import sizes
 from .unrecorded import READ_PAST_SIZES
 
-# What runs the function. ``vjp`` and what is made of it (``jacrev``) is none of these: a part of
-# it runs later.
+# Returns a function, too, that runs later.
+VJP = eager_transforms._vjp_with_argnums
+# What runs the function.
 TRANSFORMS = (
     vmap.vmap_impl,
     eager_transforms.grad_impl,
     eager_transforms.grad_and_value_impl,
     eager_transforms._jvp_with_argnums,
+    VJP,
 )
-_NAMES = dict(zip(TRANSFORMS, ("vmap", "grad", "grad_and_value", "jvp"), strict=True))
+_NAMES = dict(zip(TRANSFORMS, ("vmap", "grad", "grad_and_value", "jvp", "vjp"), strict=True))
 RUNS_A_FUNCTION = "runs a function of its own under torch.vmap, torch.func.grad or the like"
 
 
 class Transform:
     """A transform as the target of a node: takes the tensors, too, that the function reads without
-    being given them (``besides``), so that the graph says what the call goes by."""
+    being given them (``besides``), so that the graph says what the call goes by.
 
-    def __init__(self, transform: Callable[..., Any]) -> None:
-        self.transform = transform
+    Args:
+        run: what is called: the transform, or a function that it has returned.
+    """
+
+    def __init__(self, transform: Callable[..., Any], run: Callable[..., Any]) -> None:
+        self.run = run
         self.__name__ = self.__qualname__ = _NAMES[transform]
         self.__module__ = __name__
 
     def __call__(self, *args: Any, besides: tuple[Any, ...] = (), **kwargs: Any) -> Any:
-        return self.transform(*args, **kwargs)
+        return self.run(*args, **kwargs)
 
 
 class Inside(TorchFunctionMode):

@@ -20,8 +20,8 @@ from ..choosing.settings import Settings, checked
 from ..errors import ModelError, PlanError, PruningWarning, SettingError, warn
 from ..importance import resolve
 from ..importance.named import check_lasting
-from ..modules.given import Rising, check_flag
-from ..modules.inspecting import count_parameters, read_attribute
+from ..modules.given import Rising, check_flag, is_whole
+from ..modules.inspecting import count_parameters, modules_of, read_attribute
 from ..modules.running import on_cpu
 from ..modules.usable import check_model
 from ..parametrized.mask import is_masked
@@ -348,6 +348,12 @@ class Pruner:
         form = isinstance(choice, dict) and choice.keys() == {"chosen", "biases"}
         if not form or not isinstance(choice["biases"], dict):
             raise Malformed("a step is recorded in a way that nobody knows")
+        modules = modules_of(self.model)
+        for name, shape in choice["biases"].items():
+            path, _, key = str(name).rpartition(".")
+            sizes = isinstance(shape, (list, tuple)) and all(is_whole(n) and n > 0 for n in shape)
+            if not sizes or path not in modules or key not in modules[path]._parameters:
+                raise Malformed(f"no step makes a bias {name!r} of shape {shape!r}")
         found = chosen.Chosen.from_json(choice["chosen"])
         found.check(self.model)
         patterns = self.settings.get("patterns", ())
