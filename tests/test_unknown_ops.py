@@ -235,6 +235,86 @@ def test_layers_that_run_beneath_a_call_that_nobody_knows_are_not_said_not_to_ru
     assert small.c.in_features == 4
 
 
+class Normed(torch.autograd.Function):
+    """A norm over channels with a backward pass of its own, as networks for images have it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        c = x.shape[1]
+        x = x - x.mean(1, keepdim=True)
+        variance = x.square().mean(1, keepdim=True) + eps
+        ctx.save_for_backward(y := x / variance.sqrt(), variance, weight)
+        return weight.view(1, c, 1, 1) * y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        y, variance, weight = ctx.saved_tensors
+        g = gradient * weight.view(1, gradient.shape[1], 1, 1)
+        g = g - y * (g * y).mean(1, keepdim=True) - g.mean(1, keepdim=True)
+        return g / variance.sqrt(), (gradient * y).sum((0, 2, 3)), None
+
+
+def test_a_norm_in_an_autograd_function_is_followed_and_keeps_its_backward_pass():
+    def forward(s, x):
+        return s.b(Normed.apply(s.a(x), s.weight, 1e-6))
+
+    weight = nn.Parameter(torch.rand(8) + 0.5)
+    net = Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 3, 1), weight=weight)
+    plan, small = check(net, image())
+    assert small.a.out_channels == len(small.weight) == 4 and plan.approximate
+    x = torch.randn(1, 3, 4, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(small, x)
+    assert "Normed" in type(small(x).grad_fn.next_functions[0][0]).__name__
+
+
+def test_code_around_an_autograd_function_is_not_written_anew_without_its_backward_pass():
+    def forward(s, x):
+        y = Normed.apply(s.a(x), s.weight, 1e-6)
+        return s.b(torch.cat([y.view(-1, n, 6, 6) for n in [8]]))
+
+    weight = nn.Parameter(torch.rand(8) + 0.5)
+    net = Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 3, 1), weight=weight)
+    plan, small = check(net, image(), shrinks=False)
+    assert "runs a torch.autograd.Function of its own" in dict(plan.skipped)["a"]
+
+
+class Coupled(torch.autograd.Function):
+    """Layers whose inputs a backward pass computes again, to save memory."""
+
+    @staticmethod
+    def forward(ctx, x, y, f, g):
+        ctx.layers = f, g
+        x = x + f(y)
+        y = y + g(x)
+        ctx.save_for_backward(x.detach(), y.detach())
+        return x, y
+
+    @staticmethod
+    def backward(ctx, dx, dy):
+        (x, y), (f, g) = ctx.saved_tensors, ctx.layers
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            z = g(x)
+            torch.autograd.backward(z, dy)
+            dx = dx + x.grad
+            y = (y - z).detach().requires_grad_()
+            torch.autograd.backward(f(y), dx)
+        return dx, dy + y.grad, None, None
+
+
+def test_layers_in_an_autograd_function_that_computes_them_again_are_followed():
+    def forward(s, x):
+        x, y = Coupled.apply(s.a(x), s.b(x), s.f, s.g)
+        return s.c(x + y)
+
+    f, g = (nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)) for _ in "fg")
+    net = Net(forward, a=nn.Linear(6, 8), b=nn.Linear(6, 8), f=f, g=g, c=nn.Linear(8, 3))
+    plan, small = check(net, torch.randn(2, 6, dtype=torch.float64))
+    assert small.f[0].weight.shape == (6, 4) and small.c.in_features == 4
+    small(torch.randn(2, 6, dtype=torch.float64)).sum().backward()
+    assert small.f[0].weight.grad.shape == (6, 4) and small.a.weight.grad.any()
+
+
 class Quantised(nn.Linear):
     """A layer that trains with its weights as they will be: rounded."""
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..modules import tree
 from ..rules import sizes
+from ..rules.ops import op_name
 from ..rules.registry import for_function
 from ..rules.spec import BASIC, spec
 from .nodes import Nodes
@@ -39,11 +40,33 @@ def followed(graph: fx.Graph) -> bool:
     """Whether all ops beneath a call can be followed, and all tensors come from ops or the model:
     one that comes from nowhere may have been computed outside of PyTorch."""
     ops = ops_of(graph)
-    from_nowhere = any(
+    return bool(ops) and all(map(understood, ops)) and not _from_nowhere(graph)
+
+
+def _from_nowhere(graph: fx.Graph) -> bool:
+    return any(
         n.meta.get("constant") and any(size > 1 for size in n.meta["spec"].shape)
         for n in graph.nodes
     )
-    return bool(ops) and all(map(understood, ops)) and not from_nowhere
+
+
+def says_all(graph: fx.Graph) -> bool:
+    """Whether the ops beneath a call are all that it does, and each is known, be it by code that
+    takes new sizes: none that draws, and no tensor that comes from nowhere."""
+    ops = ops_of(graph)
+    return bool(ops) and not _from_nowhere(graph) and all(
+        (is_pointwise(op.target) or for_function(op.target) is not None)
+        and torch.Tag.nondeterministic_seeded not in op.target.tags
+        for op in ops
+    )  # fmt: skip
+
+
+def counts(graph: fx.Graph) -> bool:
+    """Whether ops beneath a call take means, sums or norms of several slices."""
+    return any(op_name(op.target) in _COUNTING for op in ops_of(graph))
+
+
+_COUNTING = ("mean", "sum", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm")
 
 
 class AtenRecorder(TorchDispatchMode):

@@ -30,13 +30,13 @@ from ..modules.source import is_message
 from ..parametrized.computed import goes_by_its_name
 from ..parametrized.mask import unmasked
 from ..rules import sizes
-from ..rules.ops import OPERATORS, op_name
+from ..rules.ops import OPERATORS, Applied, op_name
 from ..rules.pattern_types import Pattern
 from ..rules.probe import probe
 from ..rules.registry import for_function, for_module
 from ..rules.spec import TOLD, spec
 from .assertions import is_check
-from .aten import AtenRecorder, followed
+from .aten import AtenRecorder, counts, followed, says_all
 from .intercepting import entered, is_python_of_torch, scripted_from
 from .nodes import Nodes
 from .told import NumbersRead, may_be_a_number
@@ -199,7 +199,22 @@ class Recorder(TorchFunctionMode):
             return run(*args, **kwargs)
         known = for_function(function) is not None
         with _Paused(self):
-            return self._record("call_function", function, run, args, kwargs, known=known)
+            if known or not isinstance(function, Applied) or not self._is_plain(run, args):
+                return self._record("call_function", function, run, args, kwargs, known=known)
+        # A graph of what it does would lose its backward pass; the model's own code has it.
+        self._unsaid("runs a torch.autograd.Function of its own")
+        return run(*args, **kwargs)
+
+    def _is_plain(self, run: Callable[..., Any], args: Any) -> bool:
+        """Whether an autograd function does no more than ops that are known, and is better followed
+        inside: it takes means, which beneath a call nobody could check, or runs layers."""
+        before = [(t, t._version) for t in tree.tensors(args)]
+        self._covered = []
+        with AtenRecorder(self.nodes, before) as beneath:
+            value = run(*args)
+        ops = beneath.finish(value)
+        inside = bool(self._covered) or counts(ops)
+        return inside and says_all(ops) and all(t._version == v for t, v in before)
 
     def transform(self, function: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``torch.vmap`` and the like, which PyTorch does not tell of as a whole."""
