@@ -133,7 +133,7 @@ def einsum(a, call):
     if grouped is not None:
         return grouped
     parts = [
-        (roles(call, value, term, terms, right), term)
+        (roles(a, call, value, term, terms, right), term)
         for value, term in zip(operands, terms, strict=True)
     ]
     while len(parts) > 1:
@@ -162,7 +162,7 @@ def tensordot(a, call):
     out = [c for c in left if c not in right] + [c for c in right if c not in left]
     terms = "".join(left), "".join(right)
     parts = [
-        (roles(call, value, term, terms, "".join(out)), term)
+        (roles(a, call, value, term, terms, "".join(out)), term)
         for value, term in zip(call.inputs, terms, strict=True)
     ]
     return times(a, call, parts[0], parts[1], "".join(out))
@@ -200,14 +200,30 @@ def times(a, call, left, right, out):
     return a.contract(call, x, y, contracted, batch, free_x, free_y, tuple(sizes[c] for c in out))
 
 
-def roles(call, value, term, terms, right):
-    """A parameter's letters that are summed with the other operand are read, the free ones made."""
+def roles(a, call, value, term, terms, right):
+    """A parameter's letters that are summed with the other operand are read, the free ones made.
+    Those that one axis of the other lies over have one, too."""
+    if not isinstance(value, Named) or value.name in a.trace.together:
+        return a.channels(value)
     others = {c for other in terms if other is not term for c in other}
+    joined = next((run for run in runs_over(call, terms, term) if set(run) <= set(term)), "")
     axes = {}
     for i, c in enumerate(term):
         role = "in" if c in others and c not in right else "out" if c not in others else "bare"
-        axes[role if role not in axes else f"bare{i}"] = (i,)
+        if c not in joined:
+            axes[role if role not in axes else f"bare{i}"] = (i,)
+    if joined:
+        axes[f"bare{term.index(joined[0])}"] = tuple(sorted(map(term.index, joined)))
     return call.tensor(value, axes)
+
+
+def runs_over(call, terms, term):
+    """The letters of each axis over several dimensions that the other operands have."""
+    for value, other in zip(call.inputs, terms, strict=True):
+        if other is not term and isinstance(value, Channels):
+            for axis in value.axes:
+                if len(axis.dims) > 1:
+                    yield [other[d] for d in axis.dims]
 
 
 def sum_out(a, call, x, term, needed):

@@ -34,7 +34,7 @@ def reduce(a, call, dim_at=1, keep_at=2):
     if isinstance(call.inputs[0], Named) and call.inputs[0].spec.dtype == torch.bool:
         x = a.freeze_dims(x, dims, f"{call.word} depends on which channels there are", call)
     keepdim = bool(call.arg(keep_at, "keepdim", False))
-    y = a.reduce(call, x, dims, keepdim)
+    y = a.reduce(call, x, dims, keepdim, adds=call.word == "sum")
     return y if not isinstance(call.spec, (tuple, list)) else tuple(y for _ in call.spec)
 
 

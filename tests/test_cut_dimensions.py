@@ -285,3 +285,39 @@ def test_layers_of_groups_written_as_stacks_of_matrices_are_cut_as_grouped_convo
     assert small(x[:1, :3]).shape == (1, 3, 3)
     again = fxprune.prune(small, x, sparsity=0.5, attention=attention)
     assert again.a.out_features == 8
+
+
+SCORED = {
+    "sum": lambda x, w: (x * w).sum(-1, keepdim=True),
+    "einsum": lambda x, w: torch.einsum("nhc,hc->nh", x, w)[..., None],
+}
+
+
+@pytest.mark.parametrize("attention", ["heads", "head_dim"])
+@pytest.mark.parametrize("how", SCORED)
+def test_where_heads_are_averaged_the_slices_that_their_scores_sum_over_go(how, attention):
+    """A graph attention's last layer: what heads score their slices by, they sum over them."""
+
+    def forward(s, x):
+        y = s.a(x).view(-1, 4, s.a.out_features // 4)
+        scores = F.leaky_relu(SCORED[how](y, s.one) + SCORED[how](y, s.other).mean(0), 0.2)
+        return s.b((y * scores.sigmoid()).mean(1) + s.bias)
+
+    torch.manual_seed(0)
+    one, other = (nn.Parameter(torch.randn(4, 6)) for _ in range(2))
+    model = Net(forward, a=nn.Linear(5, 24, bias=False), one=one, other=other,
+                bias=nn.Parameter(torch.randn(6)), b=nn.Linear(6, 3))  # fmt: skip
+    _, small = check(model, X, attention=attention)
+    assert small.a.out_features == 12 and small.one.shape == (4, 3) and small.b.in_features == 3
+
+
+def test_whole_heads_go_where_they_are_joined_behind_scores_that_sum_over_slices():
+    def forward(s, x):
+        y = s.a(x).view(len(x), -1, 6)
+        return s.b((y * (y * s.one).sum(-1, keepdim=True).sigmoid()).flatten(1))
+
+    torch.manual_seed(0)
+    one = nn.Parameter(torch.randn(4, 6))
+    model = Net(forward, a=nn.Linear(5, 24), one=one, b=nn.Linear(24, 3))
+    _, small = check(model, X)
+    assert small.one.shape == (2, 6)

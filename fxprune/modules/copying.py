@@ -91,7 +91,8 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             else:
                 state[key] = copy.deepcopy(value, memo)
         memo[id(module)].__setstate__(state)
-        for name in _slots(type(module)):  # which deepcopy would leave out
+        kind: Any = type(module)
+        for name in _slots(kind):  # which deepcopy would leave out
             if hasattr(module, name):
                 value = copy.deepcopy(getattr(module, name), memo)
                 object.__setattr__(memo[id(module)], name, value)

@@ -397,7 +397,7 @@ class Algebra(Meanings):
             for x in operands
         )):  # fmt: skip
             return None
-        if self.attention == "head_dim":
+        if self.is_sliced(call, axis):
             self.hold(axis, rest)
             return None
         return self.tie(call, axis.saying(None, axis.border), rest)
@@ -420,8 +420,11 @@ class Algebra(Meanings):
         self.meet(call, [xs, ws], None, xs.shape)
         self.contracted(call, xs, ws, range(len(pairs)), border)
 
-    def reduce(self, call: Call, x: Channels, dims: Iterable[int], keepdim: bool) -> Channels:
-        """A value over ``dims``: channels there end, what is left of a cut axis is tied."""
+    def reduce(
+        self, call: Call, x: Channels, dims: Iterable[int], keepdim: bool, *, adds: bool = False
+    ) -> Channels:
+        """A value over ``dims``: channels there end, what is left of a cut axis is tied. Of a sum
+        (``adds``) it need not be: zeros make no difference to it."""
         rank = len(x.shape)
         gone = {d % rank for d in dims} if rank else set()
         where = {
@@ -436,6 +439,9 @@ class Algebra(Meanings):
             rest = tuple(d for d in axis.dims if d not in gone)
             if over and not rest:
                 self.ended(axis, call)
+            elif adds and over == {axis.dims[-1]} and self.is_sliced(call, axis):
+                self.hold(axis, rest)
+                self.needs_zero(call, x, over)
             elif over:
                 axes.append(self.tie(call, axis.saying(None, axis.border), rest))
             else:

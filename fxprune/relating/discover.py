@@ -69,9 +69,11 @@ def discover(
             walk.keep(each)
         relations = walk.relations() if kept else relations
         more = walk.shared_in_vain(relations) - rigid
-        if not more:
-            return relations
         rigid |= more
+        sliced = trace.sliced if more else walk.sliced_where_stuck(relations)
+        if not more and sliced == trace.sliced:
+            return relations
+        trace.sliced = sliced
 
 
 class Discover(Sayings):
@@ -119,6 +121,7 @@ class Discover(Sayings):
         # Of products that may be those of groups: what of its weight makes channels, and what of
         # the other operand it reads.
         self._groupable: dict[fx.Node, tuple[str, Sequence[int], torch.Tensor]] = {}
+        self._summed: dict[fx.Node, torch.Tensor] = {}  # cut axes that calls sum over in part
         self.plain: dict[fx.Node, set[int]] = {}
         # First labels of the axes that the call at hand has spoken of; None once it is not plain.
         self._spoken: set[int] | None = None
@@ -257,6 +260,10 @@ class Discover(Sayings):
         self._groupable[call.node] = weight.name, made, axis.units
         return super().is_grouped(call, weight, made, x, dims)
 
+    def is_sliced(self, call: Call, axis: Axis) -> bool:
+        self._summed[call.node] = axis.units
+        return super().is_sliced(call, axis)
+
     def distinguish(self, x: Channels) -> None:
         self.parts += [axis.units for axis in x.axes]
 
@@ -298,6 +305,8 @@ class Discover(Sayings):
         known = axes[0].view
         bare = [s.dims for s in axes if s.is_bare]
         apart = any(set(a) & set(b) and a != b for a in bare for b in bare)
+        if known == axis.view and apart:  # one use has an axis over dimensions of two of another's
+            self.better_together.setdefault(axis.name, max(bare, key=len))
         if known != axis.view or apart:
             for source in axes:
                 self.freeze(
@@ -438,6 +447,19 @@ class Discover(Sayings):
                    if not set(self.sources[i].dims).isdisjoint(made)]  # fmt: skip
             several = len(distinct(read)) > 1
             found[node] = not several or not any(classes.any() for classes in own)
+        return found
+
+    def sliced_where_stuck(self, relations: Relations) -> dict[fx.Node, bool]:
+        """For each sum over slices of heads whether slices are to go: where all heads are one unit,
+        and are several units then."""
+        found = dict(self.trace.sliced)
+        for node, units in self._summed.items() if self.attention == "heads" else ():
+            classes = distinct(relations.classes[units.numpy()])
+            several = len(classes) > 1
+            if node in found:
+                found[node] = found[node] and several
+            elif not several and classes[0]:
+                found[node] = True
         return found
 
     def shared_in_vain(self, relations: Relations) -> set[str]:

@@ -121,6 +121,11 @@ class Meanings:
         as the others. Else whole groups go, or the same slices of each."""
         return self.trace.grouped.get(call.node, False)
 
+    def is_sliced(self, call: Call, axis: Axis) -> bool:
+        """Whether slices of each head are to go, where ``call`` sums over those of a cut axis, and
+        not whole heads."""
+        return self.attention == "head_dim" or self.trace.sliced.get(call.node, False)
+
     def stacked(self, call: Call, axis: Axis, dim: int) -> None:
         """``axis`` holds what ``call`` put together along ``dim``, each part with channels of its
         own."""

@@ -55,8 +55,9 @@ def says_all(graph: fx.Graph) -> bool:
     takes new sizes: none that draws, and no tensor that comes from nowhere."""
     ops = ops_of(graph)
     return bool(ops) and not _from_nowhere(graph) and all(
-        (is_pointwise(op.target) or for_function(op.target) is not None)
+        isinstance(op.target, torch._ops.OpOverload)
         and torch.Tag.nondeterministic_seeded not in op.target.tags
+        and (is_pointwise(op.target) or for_function(op.target) is not None)
         for op in ops
     )  # fmt: skip
 

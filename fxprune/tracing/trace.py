@@ -78,6 +78,8 @@ class Trace:
     tied: set[fx.Node] = field(default_factory=set, repr=False)  # stacks of the same channels
     # Whether products with a stack of matrices are those of groups of channels.
     grouped: dict[fx.Node, bool] = field(default_factory=dict, repr=False)
+    # Whether sums over slices of heads keep equally many of each, where heads cannot go.
+    sliced: dict[fx.Node, bool] = field(default_factory=dict, repr=False)
     # Calls that put slices around channels, where these have to stay, and why.
     stay_around: dict[fx.Node, str] = field(default_factory=dict, repr=False)
     literals: set[float] = field(default_factory=set, repr=False)  # that code was seen to hold
