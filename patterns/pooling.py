@@ -133,7 +133,7 @@ def pad(a, call, amounts, numbers, mode, value):
         return F.pad(t, inside, value=value if t.is_floating_point() else 0)
 
     for dim in wider:
-        around = a.put_around(call, dim, at_ends(amounts, rank, dim), value)
+        around = a.put_around(call, x.axis(dim), dim, at_ends(amounts, rank, dim), value)
         x = with_ends(a, call, x, dim, *around)
     y = a.move(call, x, padded, call.shape, touched=(set(dims) & labelled).difference(wider))
     if set(dims) <= labelled:
@@ -142,15 +142,17 @@ def pad(a, call, amounts, numbers, mode, value):
 
 
 def widened(a, x, amounts, numbers):
-    """Dimensions of channels that get as many slices for every input."""
+    """Dimensions of channels that get as many slices for every input; of those that one channel
+    dimension was cut in (heads and their slices), where it is one alone."""
     rank, found = len(x.shape), []
     for axis in x.axes:
-        dim = axis.dims[0]
-        before, behind = at_ends(amounts, rank, dim)
-        fixed = not any(map(a.varies, at_ends(numbers, rank, dim)))
-        more = before >= 0 and behind >= 0 and before + behind > 0
-        if len(axis.dims) == 1 and not axis.blank and more and fixed:
-            found.append(dim)
+        dims = [dim for dim in axis.dims if any(at_ends(amounts, rank, dim))]
+        if len(dims) != 1 or axis.blank:
+            continue
+        before, behind = at_ends(amounts, rank, dims[0])
+        fixed = not any(map(a.varies, at_ends(numbers, rank, dims[0])))
+        if before >= 0 and behind >= 0 and fixed:
+            found += dims
     return found
 
 
@@ -164,8 +166,9 @@ def with_ends(a, call, x, dim, before, behind):
     """``x`` between slices that are before and behind it along ``dim``."""
     parts = []
     for axis in (before, x.axis(dim), behind):
-        shape = tuple(len(axis.units) if d == dim else n for d, n in enumerate(x.shape))
-        parts.append(Channels(shape, (axis,)))
+        if width := axis.units.size(axis.dims.index(dim)):
+            shape = tuple(width if d == dim else n for d, n in enumerate(x.shape))
+            parts.append(Channels(shape, (axis,)))
     shape = tuple(sum(p.shape[d] for p in parts) if d == dim else n for d, n in enumerate(x.shape))
     joined = end_to_end(a, call, parts, dim)
     return Channels(shape, tuple(joined if dim in axis.dims else axis for axis in x.axes))

@@ -899,3 +899,32 @@ def test_heads_go_beside_relative_positions_that_all_of_them_share(kind):
     assert small.q.out_features == small.o.in_features == 16
     x = torch.randn(3, 5, 6, dtype=torch.float64)
     assert difference(run(plan.mask(net), x), run(small, x)) < 1e-9
+
+
+PADDED = {  # what is put around the slices of every head is there as long as the head is
+    "to a multiple": lambda q, k, v: F.scaled_dot_product_attention(
+        *(F.pad(t, (0, -t.shape[-1] % 8)) for t in (q, k, v)), scale=0.3
+    )[..., : q.shape[-1]],
+    "by a number": lambda q, k, v: F.scaled_dot_product_attention(
+        *(F.pad(t, (1, 2)) for t in (q, k, v)), scale=0.3
+    )[..., 1:-2],
+    "with ones, for the sum of weights": lambda q, k, v: parted(
+        q.exp() @ (k.exp().transpose(-1, -2) @ F.pad(v, (0, 1), value=1.0))
+    ),
+}
+
+
+def parted(y):
+    return y[..., :-1] / (y[..., -1:] + 1e-6)
+
+
+@pytest.mark.parametrize("attend", PADDED.values(), ids=PADDED)
+def test_heads_go_where_their_slices_are_padded(attend):
+    def forward(s, x):
+        q, k, v = (m(x).view(*x.shape[:2], 4, 6).transpose(1, 2) for m in (s.q, s.k, s.v))
+        return s.o(attend(q, k, v).transpose(1, 2).flatten(2))
+
+    net = Net(forward, **{n: nn.Linear(6, 24) for n in "qkv"}, o=nn.Linear(24, 5))
+    plan, small = check(net, tokens())
+    assert [m.out_features for m in (small.q, small.k, small.v)] == [12, 12, 12]
+    assert difference(run(plan.mask(net), tokens(9)), run(small, tokens(9))) < 1e-9

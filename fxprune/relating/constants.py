@@ -74,12 +74,12 @@ class Retold(Sayings):
         )
 
     def put_around(
-        self, call: Call, dim: int, amounts: tuple[int, int], value: float
+        self, call: Call, axis: Axis, dim: int, amounts: tuple[int, int], value: float
     ) -> tuple[Axis, Axis]:
         before, behind = ends_of(self._before[call.node], dim, amounts)
         return (
-            before.saying(self.filled(value, len(before.units))),
-            behind.saying(self.filled(value, len(behind.units))),
+            before.saying(self.filled(value, *before.units.shape)),
+            behind.saying(self.filled(value, *behind.units.shape)),
         )
 
 

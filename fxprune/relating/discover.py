@@ -7,6 +7,7 @@ Every slice of every parameter axis gets a label; where two axes meet, their lab
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -229,19 +230,22 @@ class Discover(Sayings):
         return Channels(call.shape, tuple(axes))
 
     def put_around(
-        self, call: Call, dim: int, amounts: tuple[int, int], value: float
+        self, call: Call, axis: Axis, dim: int, amounts: tuple[int, int], value: float
     ) -> tuple[Axis, Axis]:
         self._spoken = None
-        before, behind = (
-            Axis((dim,), self.labels.fresh(n), self.filled(value, n)) for n in amounts
-        )
+        ends = []
+        for n in amounts:
+            sizes = list(axis.units.shape)
+            sizes[axis.dims.index(dim)] = n
+            units = self.labels.fresh(math.prod(sizes)).reshape(sizes)
+            ends.append(Axis(axis.dims, units, self.filled(value, *sizes)))
         if call.node in self.trace.stay_around:
-            for axis in (before, behind):
-                self.freeze(axis, self.trace.stay_around[call.node], call)
+            for end in ends:
+                self.freeze(end, self.trace.stay_around[call.node], call)
         else:
             labels = self.around.setdefault(call.node, [])
-            labels += [before.units.numpy(), behind.units.numpy()]
-        return before, behind
+            labels += [end.units.reshape(-1).numpy() for end in ends]
+        return ends[0], ends[1]
 
     def kernel(self, call: Call, weight: Any, dims: Iterable[int]) -> Any:
         if isinstance(weight, Named):  # which other code may use as a matrix

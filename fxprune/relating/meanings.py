@@ -73,9 +73,9 @@ class Meanings:
         return self.rigid_result(call)
 
     def put_around(
-        self, call: Call, dim: int, amounts: tuple[int, int], value: float
+        self, call: Call, axis: Axis, dim: int, amounts: tuple[int, int], value: float
     ) -> tuple[Axis, Axis]:
-        """Slices that the call puts before and behind those that channels have along ``dim``, so
+        """Slices that the call puts before and behind those that ``axis`` has along ``dim``, so
         many when the run was recorded: the units of what meets them there."""
         raise NotImplementedError
 

@@ -141,11 +141,11 @@ class Sayings(Walk):
         one = self.filled(value, 1) if math.prod(x.shape) == 1 else None
         return Channels(x.shape, tuple(axes), None if one is None else one.item())
 
-    def filled(self, value: float | None, size: int) -> Tensor | None:
+    def filled(self, value: float | None, *sizes: int) -> Tensor | None:
         """Constants of a result that the call fills with one value."""
         if value is None or isinstance(value, complex) or self.telling is None:
             return None
-        return torch.full((1, size), float(value), dtype=torch.float64)
+        return torch.full((1, *sizes), float(value), dtype=torch.float64)
 
     # -- how they go on -------------------------------------------------------------------------
 

@@ -269,7 +269,7 @@ class Replay(Resizing):
         return Channels(call.shape, tuple(axes))
 
     def put_around(
-        self, call: Call, dim: int, amounts: tuple[int, int], value: float
+        self, call: Call, axis: Axis, dim: int, amounts: tuple[int, int], value: float
     ) -> tuple[Axis, Axis]:
         before, behind = ends_of(self.before[call.node], dim, amounts)
         return (

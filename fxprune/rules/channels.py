@@ -193,9 +193,11 @@ def ends_of(x: Channels, dim: int, amounts: tuple[int, int]) -> tuple[Axis, Axis
     """Of the axis of ``x`` along ``dim``, so many first slices and so many last ones."""
     axis = x.axis(dim)
     assert axis is not None
+    at = axis.dims.index(dim)
     before, behind = amounts
-    units = axis.units
-    return Axis(axis.dims, units[:before]), Axis(axis.dims, units[len(units) - behind :])
+    first = axis.units.narrow(at, 0, before)
+    last = axis.units.narrow(at, axis.units.size(at) - behind, behind)
+    return Axis(axis.dims, first), Axis(axis.dims, last)
 
 
 def laid_over(rows: Tensor, dims: tuple[int, ...], over: Iterable[int]) -> Tensor:
