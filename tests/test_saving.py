@@ -129,6 +129,20 @@ def test_what_a_parametrization_computes_is_made_smaller_again(computed, path):
     loaded.train()(x).sum().backward()
 
 
+@pytest.mark.parametrize("norm", [
+    parametrizations.weight_norm, nn.utils.weight_norm,
+    lambda m: nn.utils.parametrize.register_parametrization(m, "weight", Doubled()) or m,
+])  # fmt: skip
+def test_a_new_bias_is_loaded_into_a_layer_whose_weight_is_computed(norm, path):
+    def build():
+        first, last = nn.Linear(6, 8), norm(nn.Linear(8, 4, bias=False))
+        return nn.Sequential(first, nn.Sigmoid(), last).double()
+
+    x = torch.randn(3, 6, dtype=torch.float64)
+    loaded = trip(fxprune.prune(awake(build()), x), build, path, x)
+    assert loaded[2].bias.shape == (4,)
+
+
 @pytest.mark.parametrize("norm", [parametrizations.weight_norm, nn.utils.weight_norm])
 def test_a_norm_that_was_put_on_since_is_refused_while_saving(norm, path):
     x = torch.randn(3, 6)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import PlanError
-from ..modules.inspecting import shape_of
+from ..modules.inspecting import dotted, shape_of
 from ..records import container
 from ..records.container import Container
 from ..records.history import Step, Value, expect, in_order, shape_after
@@ -98,10 +98,9 @@ class Fitting:
             if name not in known and place.tensor.is_meta:
                 raise self.misfit(f"{name}, which the file does not hold, is on the meta device")
         for name in sorted(known - self.places.keys()):
-            space, key = self.new[name] = self.slot(name)
+            self.new[name] = self.slot(name)
             shape = self.file.shapes.get(name, ())
-            beside = [self.file.shapes.get(name[: -len(key)] + k, ()) for k in space if k != key]
-            room = max((math.prod(n) for n in beside), default=0)
+            room = max(map(math.prod, self._beside(name)), default=0)
             if len(shape) != 1 or shape[0] > room or not self._is_real(name):
                 raise self.misfit(f"{name}, which would be new, has shape {shape}")
         places = [full(step, path) for step in self.steps for path in ("", *step.lent, *step.code)]
@@ -111,6 +110,16 @@ class Fitting:
         for name in self.about.masks:
             if shape_of(self.model, name) is None or name not in {*self.places, *self.known}:
                 raise self.misfit(f"{name} is masked there")
+
+    def _beside(self, name: str) -> list[tuple[int, ...]]:
+        """Shapes in the file of the other tensors of a module, those included that its weights are
+        computed from."""
+        path, _, key = name.rpartition(".")
+        computed = self.modules.get(dotted(path, "parametrizations"))
+        names = [k for k in vars(self.modules[path])["_parameters"] if k != key]
+        if computed is not None:
+            names += [f"parametrizations.{k}" for k, _ in computed.named_parameters()]
+        return [self.file.shapes.get(dotted(path, k), ()) for k in names]
 
     def slot(self, name: str) -> tuple[dict[str, Any], str]:
         """Where a new bias goes: an entry of a module that is empty."""
