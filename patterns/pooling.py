@@ -5,14 +5,16 @@ from __future__ import annotations
 from torch import nn
 from torch.nn import functional as F
 
+from fxprune.patterns.convolution import as_tuple
 from fxprune.patterns.joining import end_to_end
 from fxprune.rules.channels import Channels
 from fxprune.rules.registry import register
 
-MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d,
-       nn.AdaptiveMaxPool3d, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)  # fmt: skip
+MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 AVERAGE = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
-ADAPTIVE = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
+ADAPTIVE = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+            nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
+            nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)  # fmt: skip
 
 
 def windows(a, call, x, dims, *, constant=True):
@@ -30,25 +32,46 @@ def spatial(call):
     return next(int(c) for c in word if c.isdigit())
 
 
-def pool(a, call, *, constant=True):
+def pool(a, call, *, slid=None, constant=True):
+    """Over the last dimensions; ``slid`` are those along which the windows slide, if not all."""
     x = call.channels()
-    rank = len(x.shape)
-    return windows(a, call, x, range(rank - spatial(call), rank), constant=constant)
+    slid = range(spatial(call)) if slid is None else slid
+    first = len(x.shape) - spatial(call)
+    return windows(a, call, x, [first + d for d in slid], constant=constant)
+
+
+def slid_along(call):
+    """The dimensions along which a window is more than each place by itself."""
+    m, dims = call.module, range(spatial(call))
+    if isinstance(call.spec, (tuple, list)):  # it also tells where in all of them it found what
+        return dims
+
+    def of(position, name):  # 0 where it is not said
+        value = as_tuple((call.arg(position, name) if m is None else getattr(m, name)) or 0)
+        return value * len(dims) if len(value) == 1 else value
+
+    size, stride, padding = of(1, "kernel_size"), of(2, "stride"), of(3, "padding")
+    return [d for d in dims if (size[d], stride[d] or size[d], padding[d]) != (1, 1, 0)]
 
 
 @register(*MAX, kind="pool")
-@register("max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d",
-    "adaptive_max_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices",
-    "max_pool1d_with_indices", kind="pool")  # fmt: skip
+@register("max_pool1d", "max_pool2d", "max_pool3d", kind="pool")
+def max_pool(a, call):
+    """Padding of a max is -∞: a constant stays one."""
+    return pool(a, call, slid=slid_along(call))
+
+
+@register("max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices",
+    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", kind="pool")  # fmt: skip
 @register(*ADAPTIVE, kind="pool")
 @register("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", kind="pool")
 def unpadded_pool(a, call):
-    """Padding of a max is -∞, adaptive windows have none: a constant stays one."""
+    """Adaptive windows have no padding, that of a max is -∞: a constant stays one."""
     return pool(a, call)
 
 
 def average(a, call, padding, counts_padding, divisor):
-    y = pool(a, call, constant=divisor is None)
+    y = pool(a, call, slid=slid_along(call), constant=divisor is None)
     padded = any(p > 0 for p in (padding if isinstance(padding, (tuple, list)) else (padding,)))
     return a.bordered(y) if padded and counts_padding else y
 

@@ -308,6 +308,33 @@ def test_14_what_is_put_around_stays_alone_where_its_amount_cannot_be_changed():
     assert any(what.startswith("the slices that it puts around") for _, what in plan.notes)
 
 
+@pytest.mark.parametrize("pool", [
+    nn.MaxPool2d((1, 2)), nn.AvgPool2d((1, 3), stride=(1, 2), padding=(0, 1)),
+    lambda y: F.avg_pool2d(y, kernel_size=[1, 2]), lambda y: F.max_pool2d(y, (1, 1), (1, 2)),
+])  # fmt: skip
+def test_windows_do_not_slide_along_dimensions_of_which_they_see_one_place(pool):
+    def forward(s, x):  # (batch, time, frequency, channels): pooled over frequencies
+        return s.b(pool(s.a(x).transpose(2, 3)).transpose(2, 3).relu())
+
+    net = Net(forward, a=nn.Linear(6, 16), b=nn.Linear(16, 5))
+    plan, small = check(net, torch.randn(2, 3, 7, 6, dtype=torch.float64))
+    assert small.a.out_features == 8
+
+
+@pytest.mark.parametrize("pool", [
+    lambda y: F.max_pool2d(y, (2, 1)), lambda y: F.max_pool2d(y, (1, 1), (2, 1)),
+    lambda y: F.max_pool2d(y, (1, 2), return_indices=True)[0],
+])  # fmt: skip
+def test_windows_slide_where_they_see_more_than_each_place(pool):
+    def forward(s, x):
+        return s.b(pool(s.a(x).transpose(2, 3)).flatten(1))
+
+    x = torch.randn(2, 3, 4, 6, dtype=torch.float64)
+    features = pool(torch.empty(2, 3, 16, 4)).flatten(1).shape[1]
+    plan, _ = check(Net(forward, a=nn.Linear(6, 16), b=nn.Linear(features, 5)), x, shrinks=False)
+    assert dict(plan.skipped)["a"] == "a window slides over them"
+
+
 def test_15_patch_merging():
     def forward(s, x):
         y = torch.sigmoid(s.a(x)).permute(0, 2, 3, 1)
