@@ -6,6 +6,7 @@ from torch import nn
 
 from fxprune.rules.channels import remap
 from fxprune.rules.registry import register
+from fxprune.rules.spec import Spec
 
 ACTIVATIONS = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,
@@ -56,6 +57,8 @@ def activation(a, call):
 )  # fmt: skip
 def same(a, call):
     """y = x."""
+    if not isinstance(call.spec, Spec):  # nn.Identity gives back a list, or nothing, too
+        return call.arg(0, "input")
     x = call.channels()
     real = call.spec.dtype.is_floating_point and call.is_floating(flags=True)
     return x if real else a.forget(x)  # a cast to integers rounds

@@ -347,3 +347,25 @@ def test_code_is_not_written_anew_around_a_layer_on_computed_weights():
               b=nn.Linear(8, 3))  # fmt: skip
     plan, small = check(net, rows(), shrinks=False)
     assert "middle runs on tensors that are not its own" in dict(plan.skipped)["a"]
+
+
+@pytest.mark.parametrize("passed, back", [
+    (list, list), (tuple, list), (lambda t: {"a": t[0], "b": t[1]}, lambda d: list(d.values())),
+    (lambda t: [t, None], lambda g: g[0]),
+])  # fmt: skip
+def test_an_identity_passes_on_what_is_no_tensor(passed, back):
+    def forward(s, x):
+        assert s.same(None) is None
+        return s.c(torch.cat(back(s.same(passed([s.a(x).relu(), s.b(x).sigmoid()]))), 1))
+
+    net = Net(forward, a=nn.Linear(4, 8), b=nn.Linear(4, 12), same=nn.Identity(),
+              c=nn.Linear(20, 3))  # fmt: skip
+    plan, small = check(net, rows())
+    assert (small.a.out_features, small.b.out_features) == (4, 6)
+
+
+def test_a_width_that_is_a_tensor_is_no_weight_that_a_hook_computes():
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    net[2].in_features = torch.tensor(8)
+    plan, small = check(net, rows())
+    assert small[2].weight.shape == (4, 4) and small[2].in_features == 4

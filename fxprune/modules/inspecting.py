@@ -95,8 +95,9 @@ def tensor_names(module: nn.Module) -> list[str]:
 
 def computed_by_hook(module: nn.Module) -> str:
     """Name of a tensor that is a plain attribute of a module, such as the weight of
-    ``nn.utils.weight_norm``, or ``""``."""
-    return next((key for key, value in vars(module).items() if isinstance(value, Tensor)), "")
+    ``nn.utils.weight_norm``, or ``""``. (One number is none: a width, say, that is a tensor.)"""
+    tensors = ((key, value) for key, value in vars(module).items() if isinstance(value, Tensor))
+    return next((key for key, value in tensors if value.dim()), "")
 
 
 def count_parameters(model: nn.Module) -> int:
