@@ -28,7 +28,7 @@ class Layer(nn.Module):
 
     def __init__(self, kind, layers, both, projected, batch_first, bias, start, goes_on):
         super().__init__()
-        extra = {"proj_size": 4} if projected and kind is nn.LSTM else {}
+        extra = {"proj_size": 4} if projected and issubclass(kind, nn.LSTM) else {}
         self.inp = nn.Linear(4, 6)
         self.rnn = kind(6, HIDDEN, layers, bias=bias, batch_first=batch_first, bidirectional=both,
                         **extra)  # fmt: skip
@@ -118,6 +118,79 @@ def test_43_cells_in_a_loop(kind, start):
     plan, small = check(Stepwise(kind, start), steps())
     assert (small.cell.input_size, small.cell.hidden_size) == (3, 4)
     assert not plan.notes
+
+
+def of_its_own(kind):
+    """A class with a forward of its own, which goes on to that of ``kind``."""
+
+    class Own(kind):
+        def forward(self, input, hx=None):
+            return super().forward(input, hx)
+
+    return Own
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("start, goes_on", [
+    ("none", "linear"), ("parameter", "state"), ("zeros", "packed"),
+])  # fmt: skip
+@pytest.mark.parametrize(
+    "layers, both, bias", [(1, False, True), (2, True, True), (2, True, False)]
+)
+def test_a_layer_with_a_forward_of_its_own_is_pruned_as_one_without(
+    kind, start, goes_on, layers, both, bias
+):
+    shapes = []
+    for each in (kind, of_its_own(kind)):
+        torch.manual_seed(0)
+        model = Layer(each, layers, both, kind is nn.LSTM, True, bias, start, goes_on)
+        plan, small = check(model, steps())
+        shapes.append([p.shape for p in small.parameters()])
+        assert isinstance(small.rnn, each) and small.rnn.hidden_size == HIDDEN // 2
+    assert shapes[0] == shapes[1]
+    said = any(why.startswith("no bias can take") for _, why in plan.notes)
+    assert said == (not bias)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+@pytest.mark.parametrize("start", ["none", "zeros"])
+def test_a_cell_with_a_forward_of_its_own_is_pruned_as_one_without(kind, start):
+    plan, small = check(Stepwise(of_its_own(kind), start), steps())
+    assert small.cell.hidden_size == 4 and not plan.code
+
+
+def test_a_layer_whose_weights_are_computed_stays_whole():
+    class Dropped(nn.LSTM):
+        def forward(self, x):
+            zeros = x.new_zeros(1, x.shape[0], self.hidden_size)
+            weights = [w * 0.9 for w in self._flat_weights]
+            return torch.lstm(x, (zeros, zeros), weights, True, 1, 0.0, False, False, True)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.out = Dropped(4, 6, batch_first=True), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.out(self.rnn(x)[0])
+
+    plan, small = check(Net(), steps(), shrinks=False)
+    assert "its weights are computed" in " ".join(why for _, why in plan.skipped)
+
+
+def test_a_state_of_fixed_width_is_named_as_what_a_deep_layer_stays_for():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.out = nn.LSTM(4, 8, 2, batch_first=True), nn.Linear(8, 3)
+
+        def forward(self, x, start):
+            h = start.expand(self.rnn.num_layers, -1, -1).contiguous()
+            return self.out(self.rnn(x, (h, torch.zeros_like(h)))[0])
+
+    start = torch.randn(2, 8, dtype=torch.float64)
+    plan, small = check(Net(), (steps(), start), shrinks=False)
+    assert dict(plan.skipped)["rnn"] == "it meets a tensor of fixed width in rnn"
 
 
 def test_43_attention_over_the_states():

@@ -19,6 +19,8 @@ def kept_besides(modules: Mapping[str, nn.Module]) -> dict[int, str]:
     parts = {id(module) for module in modules.values()}
     for path, module in modules.items():
         for key, value in attributes_of(module):
+            if isinstance(module, nn.RNNBase) and key in ("_flat_weights", "_flat_weight_refs"):
+                continue  # PyTorch keeps them up to date, and masks do reach them
             waiting, seen = [value], set(parts)
             while waiting:
                 value = waiting.pop()

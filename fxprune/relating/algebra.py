@@ -207,9 +207,10 @@ class Algebra(Meanings):
         for other in laid[1:]:
             self.join(first, other, call)
         for x, axes in zip(operands, touched, strict=True):
-            if not axes:
+            own = {d for axis in axes for d in axis.dims}
+            if not own.issuperset(dims):
                 long = [d for d in dims if shape[d] > 1]
-                stiff = [d for d in long if x.shape[d] > 1]
+                stiff = [d for d in long if x.shape[d] > 1 and d not in own]
                 stays = bool(long) and stiff == long
                 if len(dims) > 1:  # of which one may be left as the only one along a dimension
                     stays = self.decide(call, partial(bool, stays))

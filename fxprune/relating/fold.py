@@ -350,7 +350,10 @@ def sink_of(constants: Constants, read: Read):
     if pattern is None or not pattern.bias:
         return None
     if call.module is None:
-        argument = argument_at(call.node, *pattern.bias)
+        argument = (
+            pattern.bias(call.node, read.axis.name) if callable(pattern.bias)
+            else argument_at(call.node, *pattern.bias)
+        )  # fmt: skip
         if isinstance(argument, fx.Node) and argument.op == "get_attr":
             name = str(argument.target)
             if call.factor and uses_alone(trace, call, name):

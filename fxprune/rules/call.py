@@ -95,9 +95,11 @@ class Call:
             given = given[0]
         return {i for i, n in enumerate(given) if isinstance(n, int) and n >= 0}
 
-    def view_of(self, name: str, view: tuple[int, ...]) -> tuple[int, ...]:
-        """A shape for a tensor of the leaf module, with -1 worked out."""
-        value = self.algebra.member(self, name)
+    def view_of(self, value: Any, view: tuple[int, ...]) -> tuple[int, ...]:
+        """A shape for a weight (a tensor name of the leaf module, or an argument), with -1 worked
+        out."""
+        if isinstance(value, str):
+            value = self.algebra.member(self, value)
         assert value is not None
         size = torch.Size(self.algebra.tensor_shape(value)).numel()
         known = -torch.Size(view).numel()

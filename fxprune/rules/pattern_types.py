@@ -122,7 +122,8 @@ def pattern(
             that takes these, where that is another.
         absorb: name of the buffer that a constant added to the input can be subtracted from.
         bias: for a rule, where a constant added to the output can go: True for the module's bias
-            beside its weight, ``(position, name)`` of the argument for a function.
+            beside its weight, ``(position, name)`` of the argument for a function, or
+            ``bias(node, weight)``, the node of it, for one of several weights.
         refresh: called on a module after its tensors have changed.
         forward: a forward for widths that the class's own cannot express, which ``attributes``
             then gives as ``"forward"``; modules that have it follow the same rule.
