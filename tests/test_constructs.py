@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import fxprune
+
 from .oracle import check, difference, run
 
 
@@ -705,7 +707,14 @@ class Output:
     extra: Any = None
 
 
-@pytest.mark.parametrize("kind", ["if", "loop", "dict", "dataclass", "nested"])
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    logits: torch.Tensor
+    extra: Any = None
+    made: int = dataclasses.field(init=False, default=1)
+
+
+@pytest.mark.parametrize("kind", ["if", "loop", "dict", "dataclass", "slots", "nested"])
 def test_45_python_in_the_forward(kind):
     def forward(s, x):
         y = torch.sigmoid(s.a(x))
@@ -717,12 +726,21 @@ def test_45_python_in_the_forward(kind):
         out = s.b(y)
         if kind == "dict":
             return {"out": out, "none": None}
-        if kind == "dataclass":
-            return Output(out)
+        if kind in ("dataclass", "slots"):
+            return (Output if kind == "dataclass" else Slotted)(out)
         return [(out, None), [out.mean((2, 3))]] if kind == "nested" else out
 
     plan, small = check(Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 3)), image())
     assert small.a.out_channels == 4
+
+
+def test_a_dataclass_with_fields_that_its_constructor_does_not_take_is_an_input():
+    net = Net(lambda s, x: Slotted(s.b(torch.sigmoid(s.a(x.logits)))),
+              a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 3))  # fmt: skip
+    plan, small = check(net, (Slotted(image()),))
+    assert small.a.out_channels == 4
+    with pytest.raises(fxprune.SettingError, match="only 'logits', 'extra', 'made'"):
+        fxprune.plan(net, (Slotted(image()),), outputs=["y"])
 
 
 def test_46_keyword_only_inputs():

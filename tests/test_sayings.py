@@ -400,6 +400,46 @@ def test_a_number_that_is_another_in_another_run_is_no_constant(change, bias):
             net.factor, net.plain, net.steps = net.factor * 1.1, net.plain + 2, net.steps + 2
 
 
+class Batch:
+    def __init__(self, x):
+        self.x = x
+
+
+class Slots:
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
+class Attributes(dict):
+    def __init__(self, x):
+        super().__init__(x=x)
+        self.__dict__ = self
+
+
+class Named(dict):
+    __getattr__ = dict.__getitem__
+
+    def __init__(self, x):
+        super().__init__(x=x)
+
+
+@pytest.mark.parametrize("batch", [Batch, Slots, Attributes, Named])
+def test_a_number_made_of_the_length_of_what_an_object_holds_is_no_constant(batch):
+    class Held(Changes):
+        def forward(self, given):
+            return super().forward(given.x)
+
+    x = torch.linspace(-2, 3, 24, dtype=torch.float64).cos().reshape(4, 6)
+    model = awake(Held(by_list))
+    plan = fxprune.plan(model, (batch(x[:3]),))
+    small = plan.apply(model)
+    assert small.a.out_features == 4
+    for rows in (x[:3], x[:2], x):
+        masked_equals_pruned(plan, model, small, (batch(rows),))
+
+
 FIXED = {
     "in the code": lambda net, x, h: F.leaky_relu(h, 0.3) * 1.5 - 2,
     "an attribute": lambda net, x, h: h * net.factor,

@@ -32,15 +32,13 @@ def at_other_lengths(example: Any) -> Iterator[Any]:
 
 
 def _at_another_length(example: Any, length: int, *, batch: bool) -> Any:
-    def other(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return tree.rebuild(value, other)
+    def other(value: Tensor) -> Tensor:
         for dim in range(value.dim()):
             if value.shape[dim] == length and (dim == 0) == batch:
                 value = resized(value, dim)
         return value
 
-    args, kwargs = other(bind_inputs(example))
+    args, kwargs = tree.map_tensors(bind_inputs(example), other)
     return kwargs or args
 
 

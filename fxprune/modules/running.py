@@ -44,17 +44,8 @@ def bind_inputs(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given: Any = {key: example_input[key] for key in example_input.keys()}  # noqa: SIM118
     else:
         given = example_input if isinstance(example_input, tuple) else (example_input,)
-    given = _copied(given)
+    given = tree.map_tensors(given, lambda t: t.detach().clone())
     return ((), given) if isinstance(given, dict) else (tuple(given), {})
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    rebuilt = tree.rebuild(value, _copied)
-    if rebuilt is not value or callable(value) or not hasattr(value, "__dict__"):
-        return rebuilt
-    return tree.copied(value, {})  # a cache of keys and values, a batch of a class of its own
 
 
 @contextlib.contextmanager
@@ -194,7 +185,7 @@ def wanted(
         names = getattr(result, "_fields", ())
         result = {**dict(enumerate(result)), **dict(zip(names, result, strict=False))}
     elif not isinstance(result, Mapping):
-        result = vars(result) if is_dataclass(result) else {}
+        result = tree.attributes(result) if is_dataclass(result) else {}
     missing = [name for name in only if name not in result]
     if missing and training:
         return without_state(model, whole)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import functools
+import types
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -36,15 +39,65 @@ def children(value: Any) -> list[Any]:
         return list(value)
     if isinstance(value, slice):
         return [value.start, value.stop, value.step]
-    attributes = getattr(value, "__dict__", None)
-    return list(attributes.values()) if isinstance(attributes, dict) else []
+    return list(attributes(value).values())
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """What a plain object holds by name, in slots of its class too (``@dataclass(slots=True)``)."""
+    own = getattr(value, "__dict__", None)
+    found = dict(own) if isinstance(own, dict) else {}
+    kind: Any = type(value)
+    for name, slot in _slots(kind):
+        # A slot that nothing was put in raises, as any attribute that is not there.
+        with contextlib.suppress(AttributeError):
+            found[name] = slot.__get__(value)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: type) -> list[tuple[str, Any]]:
+    """The slots of a class by name, as they are declared."""
+    found = []
+    for base in reversed(kind.__mro__):
+        names = vars(base).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            private = name.startswith("__") and not name.endswith("__")
+            called = f"_{base.__name__.lstrip('_')}{name}" if private else name
+            slot = vars(base).get(called)
+            if isinstance(slot, types.MemberDescriptorType):
+                found.append((called, slot))
+    return found
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """``value`` with each tensor in its containers replaced; other objects are kept as they are."""
+    """A copy of ``value`` with each tensor in it replaced. Objects and containers keep their
+    classes; functions, modules and what cannot be copied are kept as they are."""
     if isinstance(value, torch.Tensor):
         return function(value)
-    return rebuild(value, lambda child: map_tensors(child, function))
+    if type(value) in (dict, list, tuple, slice) or hasattr(type(value), "_fields"):
+        return rebuild(value, lambda child: map_tensors(child, function))
+    if isinstance(value, dict):
+        return _of_its_class(value, function)
+    if isinstance(value, (list, tuple)) or (attributes(value) and not callable(value)):
+        return copied(value, {id(t): function(t) for t in tensors(value)})
+    return value
+
+
+def _of_its_class(value: dict[Any, Any], function: Callable[[torch.Tensor], Any]) -> Any:
+    """``map_tensors`` of a mapping of a class of its own, whose items may be its attributes, too
+    (``self.__dict__ = self``): ``copy.deepcopy`` gets many of these wrong."""
+    done: dict[int, Any] = {}
+
+    def once(item: Any) -> Any:
+        if id(item) not in done:
+            done[id(item)] = map_tensors(item, function)
+        return done[id(item)]
+
+    new = copy.copy(value)
+    dict.update(new, {key: once(item) for key, item in value.items()})
+    for name, item in attributes(value).items():
+        object.__setattr__(new, name, once(item))
+    return new
 
 
 def rebuild(value: Any, function: Callable[[Any], Any]) -> Any:
