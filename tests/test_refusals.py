@@ -306,6 +306,18 @@ def test_what_is_counted_stays_where_the_code_goes_by_what_comes_of_it(seed):
     assert "goes by values that come of it" in dict(plan.skipped)["a"]
 
 
+def test_a_value_that_has_only_the_type_of_what_is_counted_does_not_go_by_it():
+    def forward(s, x):
+        h = s.a(x)
+        h = h / h.norm(dim=-1, keepdim=True)
+        mask = torch.full((9, 9), 1.0, dtype=h.dtype, device=h.device).tril()
+        return s.b(mask @ h if mask.sum().item() > 0 else h)
+
+    net = Net(forward, a=nn.Linear(3, 8), b=nn.Linear(8, 2))
+    plan, small = check(net, torch.randn(2, 9, 3, dtype=torch.float64))
+    assert small.a.out_features == 4 and plan.approximate
+
+
 def test_an_input_of_another_kind_is_refused_in_the_words_of_the_model_alone():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
     for given in ([torch.ones(1, 3, 8, 8)], torch.ones(1, 3, 8, 8).numpy()):

@@ -19,7 +19,7 @@ from ..modules.tensor_attributes import fixed_tensors
 from ..parametrized.computed import cannot_be_set
 from ..rules.call import Call, Named, Roles, leaves
 from ..rules.channels import Axis, Channels, SourceAxis, distinct, varying
-from ..tracing.trace import Trace
+from ..tracing.trace import Trace, is_told
 from .algebra import IS_KERNEL
 from .labels import Labels
 from .rectangles import Rectangles
@@ -147,7 +147,7 @@ class Discover(Sayings):
         above: set[fx.Node] = set()
         while waiting:
             node = waiting.pop()
-            if node not in above:
+            if node not in above and not is_told(node):  # which no value decides
                 above.add(node)
                 waiting += node.all_input_nodes
         if any(note.node in above for note in self.counted):

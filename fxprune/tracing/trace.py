@@ -171,6 +171,13 @@ def is_size(value: Any) -> bool:
     return isinstance(value, fx.Node) and value.op == "call_method" and value.target == "size"
 
 
+def is_told(node: fx.Node) -> bool:
+    """Whether it is for the type or the device that code has asked a tensor for."""
+    if node.op == "call_method":
+        return node.target == "type" and len(node.args) == 1
+    return node.target is getattr and node.args[1] in ("dtype", "device", "layout")
+
+
 def uses_of(trace: Trace) -> dict[str, set[fx.Node]]:
     """The calls that use each tensor of the model."""
     found: dict[str, set[fx.Node]] = {}
