@@ -343,3 +343,22 @@ def test_as_many_groups_as_there_are_may_turn_out_to_have_to_stay():
     model = nn.Sequential(*(space["Block"]() for _ in range(55))).eval()
     plan = fxprune.plan(model, torch.randn(2, 8))
     assert sum("sets seen as it runs" in (g.frozen or "") for g in plan.groups) == 55
+
+
+def test_a_plan_fits_where_code_has_made_its_own_tensors_for_another_batch():
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.last = nn.Linear(6, 8), nn.Linear(8, 3), -1
+            self.register_buffer("mask", None, persistent=False)
+
+        def forward(self, x):
+            if self.last != len(x):
+                self.mask, self.last = torch.ones(len(x), 6), len(x)
+            return self.b(self.a(x * self.mask).sigmoid())
+
+    model = Cached()
+    model(torch.randn(4, 6))
+    plan = fxprune.plan(model, torch.randn(4, 6))
+    model(torch.randn(2, 6))
+    assert plan.apply(model).a.out_features == 4

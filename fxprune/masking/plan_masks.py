@@ -171,7 +171,9 @@ def check_fits(plan: Any, model: nn.Module) -> None:
                 f"the plan was made for a model with {axis.name}, which this "
                 f"{type(model).__name__} lacks; make a new plan for it"
             )
-        if tuple(tensor.shape) != axis.tensor_shape:
+        # Code may make tensors of its own (masks, tables) anew for each batch.
+        ours = isinstance(tensor, nn.Parameter) or axis.name in plan.kept
+        if ours and tuple(tensor.shape) != axis.tensor_shape:
             raise PlanError(
                 f"{axis.name} has shape {tuple(tensor.shape)}, the plan was made for "
                 f"{axis.tensor_shape}; was the model pruned already? Make a new plan for it"
