@@ -110,7 +110,7 @@ SUM_TO_ONE = ("softmax", "Softmax", "Softmax2d", "gumbel_softmax")
 
 def across_dim(a, call, dim):
     x = call.channels()
-    if not isinstance(dim, int):
+    if not isinstance(dim, int) or not x.shape:  # a single number takes a dimension, too
         return a.unknown(call)
     dim %= len(x.shape)
     rest = a.forget(a.freeze_dims(x, [dim], f"{call.word} mixes its channels", call))

@@ -64,7 +64,10 @@ def aten_slice(a, call):
 @register("index_select")
 def index_select(a, call):
     """y[i] = x[index[i]]."""
-    x, dim = call.channels(), call.arg(1, "dim") % len(call.channels().shape)
+    x, dim = call.channels(), call.arg(1, "dim")
+    if not x.shape:
+        return a.unknown(call)
+    dim %= len(x.shape)
     at = a.positions(call, call.arg(2, "index"), x, dim)
     if at is None:
         x = anywhere(a, call, x, dim)
@@ -79,7 +82,7 @@ def gather(a, call):
     at = (2, "index") if call.word == "gather" else (1, "indices")
     dim = call.arg(1, "dim") if call.word == "gather" else call.arg(2, "dim")
     x, index = call.channels(), call.arg(*at)
-    if not isinstance(dim, int) or not isinstance(index, Channels):
+    if not isinstance(dim, int) or not isinstance(index, Channels) or not x.shape:
         return a.unknown(call)
     reason = f"positions that are data are read from it in {call.name}"
     met = beside(a, call, [x, index], dim, reason, short=call.word == "gather")
@@ -112,9 +115,10 @@ DIM_AT = {
 def ordered(a, call):
     """Slices of one dimension are put in order, or some of them picked, by their values."""
     given = call.arg(DIM_AT[call.word], "dim", None if call.word in ("argmax", "argmin") else -1)
-    if isinstance(given, bool) or not isinstance(given, int):
+    x = call.channels()
+    if isinstance(given, bool) or not isinstance(given, int) or not x.shape:
         return data_dependent(a, call)
-    x, dim = call.channels(), given % len(call.channels().shape)
+    dim = given % len(x.shape)
     x = a.freeze_dims(x, [dim], f"{call.word} depends on which channels there are", call)
     results = call.spec if isinstance(call.spec, (tuple, list)) else (call.spec,)
     if len(results[0].shape) < len(x.shape):

@@ -138,6 +138,8 @@ def permute(a, call):
 def transpose(a, call):
     """Two dimensions change places."""
     rank = len(call.channels().shape)
+    if not rank:
+        return call.channels()
     first = call.arg(1, "dim0", call.kwargs.get("axis0"))
     second = call.arg(2, "dim1", call.kwargs.get("axis1"))
     order = list(range(rank))

@@ -119,6 +119,8 @@ def scatter(a, call):
 
 def put_beside(a, call, parts, dim):
     """The first of ``parts``, where the others are written along ``dim``."""
+    if not parts[0].shape:
+        return a.unknown(call)
     met = beside(a, call, parts, dim, f"positions that are data are written in {call.name}")
     return a.forget(Channels(parts[0].shape, met.axes))
 

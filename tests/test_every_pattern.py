@@ -596,3 +596,27 @@ def test_what_calls_do_to_a_constant_map_is_followed(op):
               var=torch.rand(8, dtype=torch.float64) + 0.5)  # fmt: skip
     _, small = check(net, torch.randn(2, 3, 6, 6, dtype=torch.float64))
     assert small.b.out_channels == 4
+
+
+OF_ONE_NUMBER = {
+    "softmax": lambda n: n.softmax(-1),
+    "sort": lambda n: n.sort(-1).values,
+    "argmax": lambda n: n.argmax(0),
+    "topk": lambda n: n.topk(1).values,
+    "cummax": lambda n: n.cummax(0).values,
+    "index_select": lambda n: n.index_select(0, torch.tensor(0)),
+    "gather": lambda n: n.gather(0, torch.tensor(0)),
+    "scatter": lambda n: n.scatter(0, torch.tensor(0), 2 * n),
+    "transpose": lambda n: n.transpose(0, -1),
+}
+
+
+@pytest.mark.parametrize("op", OF_ONE_NUMBER.values(), ids=OF_ONE_NUMBER.keys())
+def test_a_single_number_takes_a_dimension_as_a_row_of_one_does(op):
+    def forward(s, x):
+        y = s.a(x)
+        return s.b(torch.sigmoid(y) * op(s.gains[1])) + op(y.mean())
+
+    net = Net(forward, a=nn.Linear(5, 8), b=nn.Linear(8, 3), gains=nn.Parameter(torch.randn(3)))
+    plan, small = check(net, torch.randn(4, 5, dtype=torch.float64))
+    assert small.a.out_features == 4
