@@ -163,19 +163,41 @@ def masked_dims(call):
     return len(index[0].meta["spec"].shape) if alone else 0
 
 
-def where_masked(a, call, x, rank, shape):
-    """(picked positions, the other dimensions)."""
+def picked_dims(call):
+    """The dimensions that a mask and numbers beside it pick from, where all others are read whole:
+    the positions that they pick come to stand there. None where the index is another."""
+    dims: list[int] = []
+    masked, at, over = False, 0, False
+    for item in as_tuple(call.node.args[1]):
+        mask = isinstance(item, fx.Node) and is_mask(item)
+        if mask or type(item) is int:
+            count = len(item.meta["spec"].shape) if mask else 1
+            if over or not count:
+                return None
+            dims += range(at, at + count)
+            masked, at = masked or mask, at + count
+        elif is_full(item) or (item is Ellipsis and dims):
+            over, at = bool(dims), at + 1
+        else:
+            return None
+    return dims if masked else None
+
+
+def where_masked(a, call, x, dims, shape):
+    """(dimensions before them, picked positions, those behind)."""
     reason = f"positions that are data are read from it in {call.name}"
-    x = a.freeze_dims(x, range(rank), reason, call)
-    return remap(x, {d: d - rank + 1 for d in range(rank, len(x.shape))}, shape)
+    x = a.freeze_dims(x, dims, reason, call)
+    less = len(dims) - 1
+    moved = {d: d - (less if d > dims[0] else 0) for d in range(len(x.shape)) if d not in dims}
+    return remap(x, moved, shape)
 
 
 @register("getitem", kind="getitem", resize=new_index)
 def getitem(a, call):
     """Slices and constant indices run on the labels; an index that is data freezes them."""
-    rank = masked_dims(call)
-    if rank:
-        return where_masked(a, call, call.channels(), rank, call.shape)
+    dims = picked_dims(call)
+    if dims is not None:
+        return where_masked(a, call, call.channels(), dims, call.shape)
     masks = [n for n in call.node.all_input_nodes[1:] if is_mask(n)]
     if masks:
         return a.unknown(call, f"positions that are data are read from it in {call.name}")

@@ -31,7 +31,7 @@ def set_masked(a, call, x, rank, written):
         return a.forget(a.meet(call, [x, wide], None, x.shape))
     rest = x.shape[rank:]
     rows = written.shape[0] if len(written.shape) > len(rest) else 1
-    part = where_masked(a, call, x, rank, (rows, *rest))
+    part = where_masked(a, call, x, range(rank), (rows, *rest))
     a.meet(call, [part, written], None, part.shape)
     return a.forget(x)
 

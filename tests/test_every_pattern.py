@@ -620,3 +620,41 @@ def test_a_single_number_takes_a_dimension_as_a_row_of_one_does(op):
     net = Net(forward, a=nn.Linear(5, 8), b=nn.Linear(8, 3), gains=nn.Parameter(torch.randn(3)))
     plan, small = check(net, torch.randn(4, 5, dtype=torch.float64))
     assert small.a.out_features == 4
+
+
+MASKED = {
+    "rows": lambda h, rows, at, both: h[rows].mean((1, 2)),
+    "rows, one column": lambda h, rows, at, both: h[rows, 0],
+    "rows, the last column, all": lambda h, rows, at, both: h[rows, -1, :, :],
+    "rows, one of both": lambda h, rows, at, both: h[rows, 0, 1],
+    "rows, one column, the rest": lambda h, rows, at, both: h[rows, 0, ...],
+    "one row, columns": lambda h, rows, at, both: h[0, at],
+    "columns": lambda h, rows, at, both: h[:, at],
+    "columns, one line": lambda h, rows, at, both: h[:, at, 2],
+    "columns and lines": lambda h, rows, at, both: h[:, both],
+}
+
+
+@pytest.mark.parametrize("read", MASKED.values(), ids=MASKED.keys())
+def test_a_mask_and_numbers_beside_it_pick_from_what_is_no_channels(read):
+    def forward(s, x):
+        h = torch.sigmoid(s.a(x))
+        return s.b(read(h, x.sum((1, 2, 3)) > -3, x[0, :, 0, 0] > -1, x.sum((0, 3)) > 0))
+
+    x = torch.randn(3, 4, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    plan, small = check(Net(forward, a=nn.Linear(5, 8), b=nn.Linear(8, 3)), x)
+    assert small.a.out_features == 4
+
+
+@pytest.mark.parametrize("read", [
+    lambda h, rows: h[rows, :, 0].flatten(1)[..., :8], lambda h, rows: h.movedim(-1, 1)[rows, 0],
+], ids=["apart", "one channel"])  # fmt: skip
+def test_a_mask_and_a_number_that_pick_channels_or_stand_apart_leave_them_whole(read):
+    def forward(s, x):
+        return s.b(read(torch.sigmoid(s.a(x)), x.sum((1, 2, 3)) > -9)).sum()
+
+    net = Net(forward, a=nn.Linear(5, 8), b=nn.LazyLinear(3)).double()
+    x = torch.randn(3, 4, 6, 5, dtype=torch.float64)
+    net(x)
+    plan, _ = check(net, x, shrinks=False)
+    assert "positions that are data" in dict(plan.skipped)["a"]
