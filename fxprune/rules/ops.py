@@ -106,12 +106,14 @@ def argument_names(target: Any, given: int = 0, named: Iterable[str] = ()) -> li
     if isinstance(op, torch._ops.OpOverload):
         return _schema_names(op)
     if not isinstance(op, torch._ops.OpOverloadPacket):
-        if callable(target) and not isinstance(target, type):
+        op = getattr(torch.ops.aten, op_name(target) or "?", None)
+        # Methods of C may have a signature, too (from Python 3.13 on), with ``self`` for ``input``.
+        documented = op is not None and inspect.ismethoddescriptor(target)
+        if callable(target) and not isinstance(target, type) and not documented:
             try:
                 return list(inspect.signature(target).parameters)
             except (TypeError, ValueError):  # of C
                 pass
-        op = getattr(torch.ops.aten, op_name(target) or "?", None)
     found = [_schema_names(getattr(op, name)) for name in op.overloads()] if op else []
     fitting = [names for names in found if len(names) >= given and set(named) <= set(names)]
     return next(iter(fitting or found), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 import operator
+import re
 from functools import lru_cache
 from itertools import pairwise
 from types import CodeType
@@ -29,7 +30,7 @@ def is_off(module: nn.Module, code: CodeType) -> bool:
 @lru_cache(maxsize=1024)
 def _guards(code: CodeType) -> tuple[str, ...]:
     """Of each reading of the flag, the attribute that has to be true for it; "" where none has."""
-    steps = [s for s in dis.get_instructions(code) if s.opname not in _NOTHING]
+    steps = _steps(code)
     found = []
     for i, step in enumerate(steps):
         if step.argval != "training":
@@ -58,7 +59,7 @@ def hands_mode_on(module: nn.Module) -> int | None:
 
 @lru_cache(maxsize=1024)
 def _hands_on(code: CodeType) -> int | None:
-    steps = list(dis.get_instructions(code))
+    steps = _steps(code)
     read = [i for i, step in enumerate(steps) if step.argval == "training"]
     # Names of keywords are constants; where they are not loaded as such, dis gives their number.
     words = [code.co_consts[s.arg or 0] if s.opname == "KW_NAMES" else s.argval for s in steps]
@@ -89,7 +90,7 @@ def chooses_numbers(module: nn.Module) -> bool:
 def _chosen(code: CodeType) -> tuple[str, ...] | None:
     """The attributes between which, and constants, code chooses by its mode; None where it does
     something else by it."""
-    steps = [s for s in dis.get_instructions(code) if s.opname not in _NOTHING]
+    steps = _steps(code)
     at = {step.offset: i for i, step in enumerate(steps)}
     found: list[str] = []
     for i, step in enumerate(steps):
@@ -127,9 +128,6 @@ def _apart(one: list[dis.Instruction], other: list[dis.Instruction]) -> list[Any
     return [one[: len(one) - same], other[: len(other) - same]]
 
 
-_NOTHING = frozenset(("CACHE", "TO_BOOL", "NOT_TAKEN"))
-
-
 def reads_mode_of_others(module: nn.Module) -> bool:
     """Whether code of a module reads the flag of another one (``self.drop.training``)."""
     return any(map(_reads_of_others, codes_near(module)))
@@ -137,12 +135,34 @@ def reads_mode_of_others(module: nn.Module) -> bool:
 
 @lru_cache(maxsize=1024)
 def _reads_of_others(code: CodeType) -> bool:
-    steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
+    steps = _steps(code)
     own = code.co_varnames[:1]
     return any(
         step.opname == "LOAD_ATTR" and step.argval == "training" and before.argval not in own
         for before, step in pairwise(steps)
     )
+
+
+def _steps(code: CodeType) -> list[dis.Instruction]:
+    """What code does, one thing after the other: from Python 3.13 on, some instructions load or
+    store two variables."""
+    found = []
+    for step in dis.get_instructions(code):
+        if step.opname in _NOTHING:
+            continue
+        halves = _HALF.findall(step.opname) if isinstance(step.argval, tuple) else ()
+        if len(halves) == 2:
+            found += [
+                step._replace(opname=name, argval=variable)
+                for name, variable in zip(halves, step.argval, strict=True)
+            ]
+        else:
+            found.append(step)
+    return found
+
+
+_HALF = re.compile("(?:LOAD|STORE)_FAST(?:_BORROW)?")
+_NOTHING = frozenset(("CACHE", "TO_BOOL", "NOT_TAKEN"))
 
 
 def training_argument(node: fx.Node) -> int | str | None:
