@@ -130,6 +130,13 @@ def ordered(a, call):
     return values, *(a.forget(values) for _ in results[1:])
 
 
+@register("one_hot")
+def one_hot(a, call):
+    """y[…, k] is whether x[…] is k: the slices of x, each with a row of flags."""
+    x = call.channels()
+    return a.forget(Channels(call.shape, x.axes))
+
+
 @register("masked_select", "nonzero", "multinomial", "bincount", "unique")
 def data_dependent(a, call):
     """Positions or an order come out: along channels these would mean something else."""

@@ -321,3 +321,22 @@ def test_whole_heads_go_where_they_are_joined_behind_scores_that_sum_over_slices
     model = Net(forward, a=nn.Linear(5, 24), one=one, b=nn.Linear(24, 3))
     _, small = check(model, X)
     assert small.one.shape == (2, 6)
+
+
+@pytest.mark.parametrize("picked_first", [False, True])
+def test_a_codebook_of_each_head_goes_with_it_whichever_way_it_is_read_first(picked_first):
+    """Vector quantisation: distances meet it along heads and slices, products read it by heads."""
+
+    def forward(s, x):
+        z = s.a(x).view(len(x), -1, 6).transpose(0, 1)
+        begin = torch.einsum("hbk,hkd->bhd", torch.ones_like(z[..., :1]), s.codes[:, :1])
+        begin = begin.flatten(1) if picked_first else 0
+        place = torch.cdist(z, s.codes).argmin(-1)
+        found = torch.einsum("hbk,hkd->bhd", F.one_hot(place, 8).to(z), s.codes)
+        return s.b(found.flatten(1) + begin)
+
+    torch.manual_seed(0)
+    codes = nn.Parameter(torch.randn(4, 8, 6))
+    model = Net(forward, a=nn.Linear(5, 24), codes=codes, b=nn.Linear(24, 3))
+    _, small = check(model, X)
+    assert small.codes.shape == (2, 8, 6) and small.a.out_features == 12

@@ -232,6 +232,12 @@ CASES = [
         lambda s, y: y.index_select(1, y[0].mean((1, 2)).argsort()),
     ),
     (
+        "one_hot",
+        "image",
+        lambda s, y: y * F.one_hot(y.argmax(3), y.shape[3]).to(y),
+        lambda s, y: y * F.one_hot(y.argmax(1), 8).movedim(3, 1).to(y),
+    ),
+    (
         "data_dependent",
         "image",
         lambda s, y: y + y.mean(1, keepdim=True).argmax(2, keepdim=True),

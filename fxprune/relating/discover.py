@@ -99,6 +99,8 @@ class Discover(Sayings):
         # False once a parameter changed its role after its constants had been read: those of this
         # walk are stale then, and are followed again.
         self._settled = True
+        # Of tensors, the axes that were bare at first.
+        self._bare_dims: dict[str, list[tuple[int, ...]]] = {}
         self._used_bare: dict[int, int] = {}  # those that are used bare, by first label
         # Why a computed tensor cannot be set, "" where it can or is a tensor of the model itself.
         self._computed: dict[str, str] = dict.fromkeys(trace.names.values(), "")
@@ -197,6 +199,7 @@ class Discover(Sayings):
                 self._by_name.setdefault(axis.name, []).append(len(self.sources))
                 if axis.is_bare:
                     self._used_bare[axis.first] = len(self.sources)
+                    self._bare_dims.setdefault(axis.name, []).append(axis.dims)
                 self.labels.add(axis)
                 self._check_view(axis)
                 self._check_computed(axis)
@@ -307,7 +310,7 @@ class Discover(Sayings):
         if len(axes) == 1:
             return
         known = axes[0].view
-        bare = [s.dims for s in axes if s.is_bare]
+        bare = self._bare_dims.get(axis.name, [])
         apart = any(set(a) & set(b) and a != b for a in bare for b in bare)
         if known == axis.view and apart:  # one use has an axis over dimensions of two of another's
             self.better_together.setdefault(axis.name, max(bare, key=len))
@@ -375,7 +378,7 @@ class Discover(Sayings):
         owners = [self.labels.owners_of(axis.units) for axis in axes]
         found = [self.sources[o[0]] for o in owners if len(o) == 1 and o[0] >= 0]
         names = {source.name for source in found}
-        bare = all(s.is_bare and len(s.dims) == 1 for s in found)
+        bare = all(s.dims in self._bare_dims.get(s.name, ()) and len(s.dims) == 1 for s in found)
         if len(found) == rank and len(names) == 1 and bare:
             self.better_together[names.pop()] = tuple(sorted(s.dims[0] for s in found))
 
