@@ -928,3 +928,27 @@ def test_heads_go_where_their_slices_are_padded(attend):
     plan, small = check(net, tokens())
     assert [m.out_features for m in (small.q, small.k, small.v)] == [12, 12, 12]
     assert difference(run(plan.mask(net), tokens(9)), run(small, tokens(9))) < 1e-9
+
+
+@pytest.mark.parametrize("read, kept", [
+    (lambda s, y: y * y.sum(-1, keepdim=True), 12),  # by heads: one unit is all of a head
+    (lambda s, y: y, 12), (lambda s, y: y + 1, 12),  # by slices: as many are put around as ever
+], ids=["heads", "slices", "shifted"])  # fmt: skip
+@pytest.mark.parametrize("first", [True, False])
+def test_what_is_put_around_slices_of_heads_goes_with_a_whole_head_alone(read, kept, first):
+    def forward(s, x):
+        y = s.a(x).view(*x.shape[:2], 4, 6)
+        y = F.pad(read(s, y), (1, 2), value=0.7) if first else read(s, F.pad(y, (1, 2), value=0.7))
+        return s.o(y.flatten(2))
+
+    net = Net(forward, a=nn.Linear(6, 24), o=nn.Linear(36, 5))
+    plan, small = check(net, tokens())
+    assert small.a.out_features == kept
+
+
+def test_heads_between_others_that_are_put_around_them():
+    def forward(s, x):
+        y = s.a(x).view(*x.shape[:2], 4, 6)
+        return s.o(F.pad(y, (0, 0, 1, 1), value=-0.3).flatten(2))
+
+    check(Net(forward, a=nn.Linear(6, 24), o=nn.Linear(36, 5)), tokens(), shrinks=False)

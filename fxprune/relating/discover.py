@@ -120,6 +120,8 @@ class Discover(Sayings):
         self.views: dict[str, tuple[int, ...]] = {}
         self.added: set[int] = set()
         self.around: dict[fx.Node, list[np.ndarray]] = {}
+        # Of cut dimensions: the units of the parts, what is put around each, and along which.
+        self._around_parts: list[tuple[torch.Tensor, Axis, int, Call]] = []
         self.stacks: dict[fx.Node, torch.Tensor] = {}
         # Of products that may be those of groups: what of its weight makes channels, and what of
         # the other operand it reads.
@@ -245,6 +247,9 @@ class Discover(Sayings):
         if call.node in self.trace.stay_around:
             for end in ends:
                 self.freeze(end, self.trace.stay_around[call.node], call)
+        elif len(axis.dims) > 1:
+            at = axis.dims.index(dim)
+            self._around_parts += [(axis.units.movedim(at, -1), end, at, call) for end in ends]
         else:
             labels = self.around.setdefault(call.node, [])
             labels += [end.units.reshape(-1).numpy() for end in ends]
@@ -397,6 +402,9 @@ class Discover(Sayings):
             natural, frozen = self._solve()
             # Classes that stay are one class, 0; no class of its own has that number.
             classes = np.where(frozen[natural], 0, natural + 1)
+            if self._around_parts:
+                self._place_around_parts(natural)
+                continue
             stuck = [r for r in self._rectangles if r.is_stuck(classes)]
             if not stuck:
                 break
@@ -433,6 +441,18 @@ class Discover(Sayings):
             around={node: np.concatenate(labels) for node, labels in self.around.items()},
             said=self if self._settled and self.telling is not None else None,
         )
+
+    def _place_around_parts(self, natural: np.ndarray) -> None:
+        """What is put around the slices of a head goes with the head, where that goes as a whole;
+        where slices of it can go, code puts as many around them as ever."""
+        for units, end, at, call in self._around_parts:
+            parts = torch.from_numpy(natural[units.numpy()])
+            if bool((parts == parts[..., :1]).all()):
+                head = units[..., :1].movedim(-1, at)
+                self._couple(end.units, head.expand(end.units.shape), call)
+            else:
+                self.freeze(end, "they are padded", call)
+        self._around_parts.clear()
 
     def _solve(self) -> tuple[np.ndarray, np.ndarray]:
         """(class of each label, whether each class stays)."""

@@ -271,11 +271,17 @@ class Replay(Resizing):
     def put_around(
         self, call: Call, axis: Axis, dim: int, amounts: tuple[int, int], value: float
     ) -> tuple[Axis, Axis]:
-        before, behind = ends_of(self.before[call.node], dim, amounts)
-        return (
-            replace(before, units=self._compress(before.units, before.units)),
-            replace(behind, units=self._compress(behind.units, behind.units)),
+        before, behind = (
+            replace(end, units=self._compress(end.units, end.units))
+            for end in ends_of(self.before[call.node], dim, amounts)
         )
+        at = axis.dims.index(dim)
+        beside = axis.units.narrow(at, 0, 1).shape
+        if any(
+            e.units.numel() and e.units.narrow(at, 0, 1).shape != beside for e in (before, behind)
+        ):
+            raise self._misfit(call)
+        return before, behind
 
     def index_values(self, call: Call, index: Named, x: Channels, dim: int) -> Tensor | None:
         """Positions among the kept channels."""
