@@ -365,6 +365,35 @@ class NeitherTrueNorFalse(nn.Linear):
         raise RuntimeError("ask for its length instead")
 
 
+class Held:
+    def __init__(self, value):
+        self.value = value
+
+
+@pytest.mark.parametrize("hold", [
+    lambda h: h, lambda h: [h, (h, 1)], lambda h: {"maps": h}, Held,
+    lambda h: torch.distributions.Normal(h, h.exp()),
+])  # fmt: skip
+def test_what_a_run_with_gradients_has_left_in_a_model_is_copied_without_its_history(hold):
+    class Leaves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.left = nn.Linear(6, 8), nn.Linear(8, 3), None
+
+        def forward(self, x):
+            h = self.a(x)
+            self.left = hold(h)
+            return self.b(h.sigmoid())
+
+    model, x = awake(Leaves()), torch.randn(4, 6, dtype=torch.float64)
+    model(x)
+    copied = copy_model(model)
+    assert copied.a.weight is not model.a.weight and copied.left is not model.left
+    left = copied.left.value if hold is Held else copied.left
+    assert not isinstance(left, (Held, torch.Tensor)) or not left.requires_grad
+    assert fxprune.prune(model, x).a.out_features == 4
+
+
 def test_a_module_without_a_truth_value_is_copied():
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), NeitherTrueNorFalse(8, 8), nn.Linear(8, 2))
     plan, small = check(net, torch.randn(2, 4, dtype=torch.float64))

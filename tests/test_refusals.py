@@ -318,6 +318,21 @@ def test_a_value_that_has_only_the_type_of_what_is_counted_does_not_go_by_it():
     assert small.a.out_features == 4 and plan.approximate
 
 
+@pytest.mark.parametrize("of", [
+    lambda m, v: torch.distributions.Normal(m, v.exp()).mean,
+    lambda m, v: torch.distributions.Gumbel(m, v.exp()).mean,
+    lambda m, v: torch.distributions.Beta(m.exp(), v.exp()).mean,
+], ids=["normal", "gumbel", "beta"])  # fmt: skip
+def test_a_distribution_that_checks_its_values_is_no_obstacle(of):
+    def forward(s, x):
+        h = s.a(x)
+        return s.c(of(h / h.norm(dim=-1, keepdim=True), s.b(x)))
+
+    net = Net(forward, a=nn.Linear(5, 8), b=nn.Linear(5, 8), c=nn.Linear(8, 3))
+    plan, small = check(net, torch.randn(4, 5, dtype=torch.float64))
+    assert small.a.out_features == small.b.out_features == 4
+
+
 def test_an_input_of_another_kind_is_refused_in_the_words_of_the_model_alone():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
     for given in ([torch.ones(1, 3, 8, 8)], torch.ones(1, 3, 8, 8).numpy()):

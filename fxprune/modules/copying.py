@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import ModelError
+from . import tree
 from .holding import content, inside
 from .inspecting import ATOMS, OF_TORCH, OWN, attributes_of, dotted, modules_of
 from .near import global_names, methods_of_forward, package_of
@@ -40,7 +41,14 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
                 weak.append((module, key, value()))
     made = {id(function): holders.anew(function) for function in holders.functions}
     try:
-        copied = _copied(model, memo := memo | made)
+        known = memo | made
+        try:
+            copied = _copied(model, memo := dict(known))
+        except RuntimeError:
+            left: dict[int, Any] = _left_by_runs(model)
+            if not left:
+                raise
+            copied = _copied(model, memo := left | known)
         holders.fill(memo)
         _check(model, copied, memo)
         theirs = modules_of(copied)
@@ -62,6 +70,15 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
             "needs a copy, too"
         ) from error
     return copied
+
+
+def _left_by_runs(model: nn.Module) -> dict[int, Tensor]:
+    """Without its history, each result that a run with gradients has left in a list or an object of
+    a module (attention maps, a distribution); by the id of the tensor."""
+    return {
+        id(t): t.detach().clone() for module in modules_of(model).values()
+        for _, value in attributes_of(module) for t in tree.tensors(value) if not t.is_leaf
+    }  # fmt: skip
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:

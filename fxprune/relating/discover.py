@@ -147,7 +147,10 @@ class Discover(Sayings):
         """What calls count that are no modules' is compared by the recorded run: its way must not
         depend on what they make."""
         by_data = any(call.reads_data for call in self.trace.calls)
-        waiting = [node for node, *_ in self.trace.kept_whole] if by_data and self.counted else []
+        waiting = [
+            node for node, *_ in self.trace.kept_whole if by_data and self.counted
+            and getattr(self.trace.pattern(node), "kind", "") != "check"
+        ]  # fmt: skip
         above: set[fx.Node] = set()
         while waiting:
             node = waiting.pop()
