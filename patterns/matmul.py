@@ -231,7 +231,7 @@ def sum_out(a, call, x, term, needed):
     return (a.reduce(call, x, gone, False) if gone else x), "".join(c for c in term if c in needed)
 
 
-@register("outer", product=True)
+@register("outer", "ger", product=True)
 def outer(a, call):
     """y[i, j] = x[i] w[j]."""
     x, y = (a.channels(v) for v in call.inputs)

@@ -422,6 +422,12 @@ CASES = [
         lambda s, y: torch.outer(y[0, 0].cumsum(0), y[0, 0]),
     ),
     (
+        "ger",
+        "row",
+        lambda s, y: y[0].mean(-1).ger(y[0, 0]),
+        lambda s, y: y[0, 0].cumsum(0).ger(y[0, 0]),
+    ),
+    (
         "baddbmm",
         "row",
         lambda s, y: torch.baddbmm(y, torch.ones(2, 5, 5, dtype=y.dtype), y),
