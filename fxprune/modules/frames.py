@@ -29,6 +29,7 @@ def line_of(frame: FrameType | None) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
+WHERE_RUNS_BEGIN = "_recorded"  # the function of :mod:`fxprune.tracing.record`
 # Codes that run while a run is recorded in the place of others, which have the same instructions.
 stand_ins: dict[int, CodeType] = {}
 
@@ -38,6 +39,18 @@ def site_of(frame: FrameType | None) -> tuple[CodeType, int] | None:
     if frame is None:
         return None
     return stand_ins.get(id(frame.f_code), frame.f_code), frame.f_lasti
+
+
+def codes_of(frame: FrameType | None) -> tuple[CodeType, ...]:
+    """The model's codes that run in a frame and in those that have called it, from the innermost
+    on."""
+    found = []
+    while frame is not None and frame.f_code.co_name != WHERE_RUNS_BEGIN:
+        code = frame.f_code
+        if not _is_library(code.co_filename):
+            found.append(stand_ins.get(id(code), code))
+        frame = frame.f_back
+    return tuple(found)
 
 
 def frame_of_model() -> FrameType | None:

@@ -73,6 +73,11 @@ def near(
             yield from of_class(held)
 
 
+def functions_near(module: nn.Module) -> Iterator[FunctionType]:
+    """The functions of all that."""
+    return near(module, functions_of, functions)
+
+
 def codes_near(module: nn.Module) -> Iterator[CodeType]:
     """The code of all that."""
     return near(module, _codes_of, codes)

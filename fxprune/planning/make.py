@@ -25,7 +25,7 @@ from ..relating.unreached import beside_unreached
 from ..rules.pattern_types import Pattern
 from ..rules.registry import as_patterns, every, scope
 from ..tracing import fusions
-from ..tracing.plain_numbers import PlainNumbers
+from ..tracing.fixed import Fixed
 from ..tracing.record import record
 from ..tracing.runs import OtherRuns
 from .planner import Planner, StayAround
@@ -182,7 +182,7 @@ def make_plan(
         drawn = settings.bias == "expected" and trace.calls_any("norm")
         telling = Telling(settings.bias == "drop", masked, drawn)
         others = OtherRuns(model, example_input, settings.outputs)
-        trace.numbers = PlainNumbers(trace, others)
+        trace.fixed = Fixed(trace)
         training = InTraining(trace, others)
         while True:
             relations = discover(

@@ -5,6 +5,7 @@ They mean the same in every walk (:mod:`.walk`), but for those of :mod:`.meaning
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -88,12 +89,32 @@ class Algebra(Meanings):
         return axis is None or (axis.units.numel() > 0 and int(axis.units.min()) in self._varying)
 
     def is_unsure(self, call: Call) -> bool:
-        """Whether a number that a call is given may be another in another run."""
-        node = call.node if call.node.graph is self.trace.graph else self._above
-        numbers = self.trace.numbers
-        return any(map(self.varies, call.node.all_input_nodes)) or (
-            numbers is not None and not numbers.are_sure(node, self.is_free_size)
+        """Whether another run may have another call there, or other numbers in it."""
+        node, fixed = self._recorded(call), self.trace.fixed
+        return any(map(self._may_be_another, call.node.all_input_nodes)) or (
+            fixed is not None and not fixed.is_sure(node, self.is_free_size)
         )
+
+    def is_chosen(self, call: Call) -> bool:
+        """Whether another run may have another call there."""
+        fixed = self.trace.fixed
+        return fixed is not None and fixed.is_chosen(self._recorded(call), self.is_free_size)
+
+    def _recorded(self, call: Call) -> fx.Node:
+        """The call of the model's that a call is, or is beneath."""
+        return call.node if call.node.graph is self.trace.graph else self._above
+
+    def _may_be_another(self, number: fx.Node) -> bool:
+        """Whether a number of the graph may be another in another run."""
+        if isinstance(number.meta.get("spec"), Spec):
+            return False
+        if number.op == "get_attr":
+            return self.trace.fixed is not None and self.trace.fixed.is_changed(str(number.target))
+        if number.target is operator.getitem:
+            return True  # of a list: it may be another one's turn
+        if not is_size(number):
+            return any(map(self._may_be_another, number.all_input_nodes))
+        return self.varies(number)
 
     def number_given(self, call: Call, position: int, name: str) -> float | None:
         """The number that a call is given; None where a tensor or the size of an input tells it."""

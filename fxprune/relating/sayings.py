@@ -323,7 +323,8 @@ class Sayings(Walk):
                 sizes = weight.units.shape
                 constant = other.says(weight.dims)
                 constant = constant.expand(len(constant), *sizes)
-                if isinstance(call.spec, Spec) and call.spec.dtype.is_complex:  # no sink for one
+                no_sink = isinstance(call.spec, Spec) and call.spec.dtype.is_complex
+                if no_sink or self.is_chosen(call):
                     constant = _zero_or_nan(constant == 0)
                 around = border or ("padding" if other.border else "")
                 arrive = other.over(weight.dims).expand(sizes)

@@ -57,6 +57,8 @@ class Question:
     where: str = ""  # file and line
     site: Any = None  # the code that asked, and the place of its instruction
     only_checks: bool = False  # another answer would have been an error
+    index: int = 0  # of the next node
+    callers: tuple[Any, ...] = ()  # codes that have called the one that asked, in the same module
 
     @property
     def key(self) -> Any:
@@ -88,18 +90,29 @@ class TracedFloat(float):
 
 class Literal(float):
     """A plain float that asks a traced number on its right. Python's own takes what integers are
-    without asking them (``1.0 / x.shape[1]``)."""
+    without asking them (``1.0 / x.shape[1]``).
+
+    ``held_by`` are the codes (their ids), attributes and dimensions that hold it, or the numbers
+    that it is made of; None where one of these comes from nowhere, and may be another in another
+    run."""
+
+    held_by: frozenset[Any] | None = None
 
     def __reduce__(self) -> Any:
         return float, (plain(self),)
 
 
-class Derived(Literal):
-    """One that was computed of other numbers than such floats: of an integer that comes from
-    nowhere, say, which is another in another run."""
+class LiteralInt(int):
+    """The same of an integer."""
+
+    held_by: frozenset[Any] | None = None
+
+    def __reduce__(self) -> Any:
+        return int, (plain(self),)
 
 
-OWN = (TracedInt, TracedFloat, Literal)  # numbers that are not Python's
+LITERALS = (Literal, LiteralInt)
+OWN = (TracedInt, TracedFloat, *LITERALS)  # numbers that are not Python's
 
 
 def traced(value: Any, origin: Origin) -> Any:
@@ -158,7 +171,7 @@ def traced_size(source: Any, size: torch.Size, code: types.CodeType | None = Non
 
 def plain(number: Any) -> Any:
     """A traced number as Python's own; anything else as it is."""
-    if isinstance(number, TracedInt):
+    if isinstance(number, (TracedInt, LiteralInt)):
         return int.__int__(number)
     return float.__float__(number) if isinstance(number, (TracedFloat, Literal)) else number
 
@@ -271,17 +284,34 @@ _install(int, TracedInt)
 _install(float, TracedFloat)
 
 
+def literal(value: float, held_by: frozenset[Any] | None) -> Any:
+    """A number that code holds, or that is made of such; an integer of others is Python's own."""
+    if type(value) is int and held_by is None:
+        return value
+    made = LiteralInt(value) if type(value) is int else Literal(value)
+    made.held_by = held_by
+    return made
+
+
 def asking(value: Any, *operands: Any) -> Any:
-    """A plain float as one that asks; anything else as it is. ``operands`` are what it was made
-    of."""
-    kind = Literal if all(type(each) is Literal for each in operands) else Derived
-    return kind(value) if type(value) is float else value
+    """A plain number made of ``operands`` as one that knows who holds these, and asks if it is a
+    float; anything else as it is."""
+    if type(value) not in (int, float):
+        return value
+    holding = [held for held in map(_holding, operands) if held is not None]
+    all_held = len(holding) == len(operands)
+    return literal(value, frozenset[Any]().union(*holding) if all_held else None)
 
 
-def _install_asking(name: str, of_the_right: str = "") -> None:
-    """Have a method of floats make such floats, too, of plain numbers; ``of_the_right`` is the one
-    that is called of a traced number in its place."""
-    compute = getattr(float, name)
+def _holding(number: Any) -> frozenset[Any] | None:
+    made_of = list(origins(number))
+    return frozenset(made_of) if made_of else getattr(number, "held_by", None)
+
+
+def _install_asking(base: type, cls: type, name: str, of_the_right: str = "") -> None:
+    """Have a method of literals make such, too; ``of_the_right`` is the one that is called of a
+    traced number in its place."""
+    compute = getattr(base, name)
 
     def method(self: Any, *other: Any) -> Any:
         if of_the_right and isinstance(other[0], (TracedInt, TracedFloat)):
@@ -289,18 +319,21 @@ def _install_asking(name: str, of_the_right: str = "") -> None:
         return asking(compute(self, *other), self, *other)
 
     method.__name__ = name
-    setattr(Literal, name, method)
+    setattr(cls, name, method)
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod"):
-    _install_asking(f"__{_name}__", f"__r{_name}__")
-    _install_asking(f"__r{_name}__")
-for _name in ("neg", "pos", "abs"):
-    _install_asking(f"__{_name}__")
-for _name, _other in ("lt", "gt"), ("le", "ge"), ("eq", "eq"), ("ne", "ne"):
-    _install_asking(f"__{_name}__", f"__{_other}__")
-    _install_asking(f"__{_other}__", f"__{_name}__")
-setattr(Literal, "__hash__", float.__hash__)  # noqa: B010 (comparisons of its own hide it)
+for _base, _cls in (float, Literal), (int, LiteralInt):
+    for _name in (*_BINARY, "divmod"):
+        if hasattr(_base, f"__{_name}__"):
+            _install_asking(_base, _cls, f"__{_name}__", f"__r{_name}__")
+            _install_asking(_base, _cls, f"__r{_name}__")
+    for _name in ("neg", "pos", "abs", "invert"):
+        if hasattr(_base, f"__{_name}__"):
+            _install_asking(_base, _cls, f"__{_name}__")
+    for _name, _other in ("lt", "gt"), ("le", "ge"), ("eq", "eq"), ("ne", "ne"):
+        _install_asking(_base, _cls, f"__{_name}__", f"__{_other}__")
+        _install_asking(_base, _cls, f"__{_other}__", f"__{_name}__")
+    setattr(_cls, "__hash__", _base.__hash__)  # noqa: B010 (comparisons of its own hide it)
 
 
 # Called with (operator, operands, answer) for each question. Set while a run is recorded.
@@ -312,7 +345,7 @@ def _install_questions(base: type, cls: type) -> None:
         plain_method = getattr(base, name)
 
         def method(self: Any, *other: Any) -> Any:
-            other = tuple(plain(o) if isinstance(o, Literal) else o for o in other)
+            other = tuple(plain(o) if isinstance(o, LITERALS) else o for o in other)
             outcome = plain_method(self, *other)
             if outcome is NotImplemented and isinstance(other[0], float):
                 outcome = function(plain(self), plain(other[0]))

@@ -1,5 +1,5 @@
 """Numbers that ask and are asked while a run is recorded: attributes of modules, what functions of
-Python's own make of sizes, and the floats that the code holds.
+Python's own make of sizes, and the numbers that the code holds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import math
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,24 +23,24 @@ from torch import nn
 
 from ..modules.frames import stand_ins
 from ..modules.inspecting import modules_of
-from ..modules.near import functions_of, package_of
+from ..modules.near import functions_near, functions_of, global_names, package_of
 from ..rules.sizes import (
     NUMBERS,
     Attribute,
-    Literal,
     TracedInt,
     TracedProduct,
     asking,
     holds_traced,
+    literal,
     plain,
     traced,
 )  # fmt: skip
 
 
 @contextlib.contextmanager
-def traced_attributes(model: nn.Module) -> Iterator[None]:
+def traced_attributes(model: nn.Module) -> Iterator[Callable[[], set[str]]]:
     """While recording, the integers in the modules' attributes know which attribute they are, and
-    floats ask them."""
+    floats ask them. Gives what tells the names of those that have been set anew."""
     undo: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def wrap(space: dict[str, Any], prefix: str) -> None:
@@ -50,7 +51,7 @@ def traced_attributes(model: nn.Module) -> Iterator[None]:
             if kind is int:
                 new: Any = traced(value, Attribute(f"{prefix}{key}"))
             elif kind is float:
-                new = Literal(value)
+                new = literal(value, frozenset((Attribute(f"{prefix}{key}"),)))
             elif issubclass(kind, np.integer):
                 new = TracedProduct(value)
                 new.origin = Attribute(f"{prefix}{key}")
@@ -62,17 +63,27 @@ def traced_attributes(model: nn.Module) -> Iterator[None]:
             undo.append((space, key, value, new))
             space[key] = new
 
+    spaces: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def changed() -> set[str]:
+        return {
+            key for space, before in spaces for key in space.keys() | before.keys()
+            if space.get(key) is not before.get(key)
+        }  # fmt: skip
+
     seen: set[int] = set()
     for path, m in modules_of(model).items():
         prefix = f"{path}." if path else ""
         wrap(vars(m), prefix)
+        spaces.append((vars(m), dict(vars(m))))
         for key, value in vars(m).items():
             kind: Any = type(value)
             if kind not in _PLAIN and is_configuration(kind) and id(value) not in seen:
                 seen.add(id(value))  # one is often shared by many modules
                 wrap(vars(value), f"{prefix}{key}.")
+                spaces.append((vars(value), dict(vars(value))))
     try:
-        yield
+        yield changed
     finally:
         for space, key, old, new in reversed(undo):
             if space.get(key) is new:  # else the model's own code has set it
@@ -162,7 +173,7 @@ _READING: list[tuple[Any, str, Any]] = [
     (np, "prod", _array_product),
     *((math, name, _asked_from(_asking(getattr(math, name)))) for name in _ASKING),
     *((math, name, _asked_from(getattr(math, name))) for name in _GIVING),
-    *((math, name, Literal(getattr(math, name))) for name in ("pi", "e", "tau")),
+    *((math, name, literal(getattr(math, name), frozenset())) for name in ("pi", "e", "tau")),
 ]  # fmt: skip
 
 
@@ -208,30 +219,75 @@ def traced_builtins() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def asking_literals(model: nn.Module) -> Iterator[None]:
-    """While inside, the floats in the code of the model's classes ask what they meet, and those of
-    functions of their packages that this code names.
+def asking_literals(model: nn.Module) -> Iterator[Callable[[], set[str]]]:
+    """While inside, the numbers in the code of the model's classes know that this holds them, and
+    those of functions of their packages that this code names; floats ask what they meet. Gives what
+    tells the names of global ones that have been set anew.
 
     Of ``1.0 / x.shape[1]`` Python makes a plain number, whatever the class of the size: a float
     takes what an integer is without asking it.
     """
-    classes: dict[Any, None] = dict.fromkeys(type(m) for m in modules_of(model).values())
-    before: dict[types.FunctionType, types.CodeType] = {}
+    undo: list[Callable[[], None]] = []
+    rebound: list[tuple[dict[str, Any], str, Any, Any]] = []
+
+    def changed() -> set[str]:
+        return {name for space, name, _, new in rebound if space.get(name) is not new}
+
     try:
-        for function in (f for cls in classes for f in functions_of(cls)):
-            new = function.__code__ if function in before else _with_literals(function.__code__)
-            if new is not function.__code__:
-                before[function], function.__code__ = function.__code__, new
-        yield
+        for function in _functions(modules_of(model).values()):
+            space = function.__globals__
+            for name in global_names(function.__code__):
+                value: Any = space.get(name)
+                if type(value) in (int, float):
+                    space[name] = literal(value, frozenset((Attribute(name),)))
+                    rebound.append((space, name, value, space[name]))
+            undo += hold_literals(function)
+        yield changed
     finally:
-        for function, code in before.items():
-            function.__code__ = code
+        for space, name, old, new in rebound:
+            if space.get(name) is new:  # else code has set it
+                space[name] = old
+        for put_back in reversed(undo):
+            put_back()
         stand_ins.clear()
 
 
-def _with_literals(code: types.CodeType) -> types.CodeType:
-    """The code itself, where it holds no float."""
-    held = tuple(map(_constant, code.co_consts))
+def _functions(modules: Iterable[nn.Module]) -> Iterable[types.FunctionType]:
+    kinds = [functions_of(kind) for kind in dict.fromkeys(map(type, modules))]
+    # PyTorch's own hold no others: most modules are of these, and looking takes time.
+    own = [
+        m
+        for m in modules
+        if package_of(type(m)) != "torch" or m._forward_hooks or m._forward_pre_hooks
+    ]
+    return dict.fromkeys(chain(*kinds, *map(functions_near, own)))
+
+
+def hold_literals(function: types.FunctionType) -> list[Callable[[], None]]:
+    """Have a function's code and the values of its arguments know who holds them. Returns what
+    undoes it."""
+    code, undo = function.__code__, list[Callable[[], None]]()
+
+    def put(name: str, old: Any, new: Any) -> None:
+        setattr(function, name, new)
+        undo.append(functools.partial(setattr, function, name, old))
+
+    holding = with_literals(code)
+    if holding is not code:
+        put("__code__", code, holding)
+    if function.__defaults__:
+        old = function.__defaults__
+        put("__defaults__", old, tuple(_literal(value, code) for value in old))
+    if function.__kwdefaults__:
+        named = function.__kwdefaults__
+        held = {key: _literal(value, code) for key, value in named.items()}
+        put("__kwdefaults__", named, held)
+    return undo
+
+
+def with_literals(code: types.CodeType) -> types.CodeType:
+    """The code itself, where it holds no number."""
+    held = tuple(_literal(value, code) for value in code.co_consts)
     if all(new is old for new, old in zip(held, code.co_consts, strict=True)):
         return code
     new = code.replace(co_consts=held)
@@ -239,5 +295,8 @@ def _with_literals(code: types.CodeType) -> types.CodeType:
     return new
 
 
-def _constant(value: Any) -> Any:
-    return _with_literals(value) if isinstance(value, types.CodeType) else asking(value)
+def _literal(value: Any, code: types.CodeType) -> Any:
+    """A number that code holds; but none in a tuple, of which another may be taken next time."""
+    if isinstance(value, types.CodeType):
+        return with_literals(value)
+    return literal(value, frozenset((id(code),))) if type(value) in (int, float) else value

@@ -80,15 +80,17 @@ def is_asked_again(question: sizes.Question) -> bool:
     return bool(read) and not of_caches and question.function in QUESTIONS.values()
 
 
-def parts_by_size(trace: Trace, node: fx.Node) -> bool:
-    """Whether a call takes a tensor apart in as many parts as its size says (of a batch, of a
-    sequence), where the code may have taken each in its turn."""
+def parts_by_size(trace: Trace, node: fx.Node) -> sizes.Dimension | None:
+    """The size that says in how many parts a call takes a tensor apart (of a batch, of a sequence),
+    where the code may have taken each in its turn; None where it does nothing like that."""
     pattern = trace.pattern(node)
     given = (*node.args, *node.kwargs.values())
     by_list = any(isinstance(each, (list, tuple)) for each in given)
     if pattern is None or pattern.kind != "split" or by_list:
-        return False
+        return None
     names = argument_names(node.target, len(node.args), node.kwargs) or []
     at = names.index("dim") if "dim" in names else len(given)
     dim = node.args[at] if at < len(node.args) else node.kwargs.get("dim", 0)
-    return isinstance(given[0], fx.Node) and isinstance(dim, int)
+    if not (isinstance(given[0], fx.Node) and isinstance(dim, int)):
+        return None
+    return sizes.Dimension(given[0], dim % len(given[0].meta["spec"].shape))

@@ -6,7 +6,7 @@ import dis
 import functools
 from types import CodeType, FrameType
 
-from ..modules.frames import is_model_code
+from ..modules.frames import WHERE_RUNS_BEGIN, is_model_code
 
 
 def is_check(frame: FrameType | None, answer: object) -> bool:
@@ -24,7 +24,50 @@ def is_check(frame: FrameType | None, answer: object) -> bool:
     return True
 
 
-WHERE_RUNS_BEGIN = "_recorded"  # the function of :mod:`fxprune.tracing.record`
+def ends_otherwise(site: tuple[CodeType, int] | None) -> bool:
+    """Whether a condition at a place in code, or one of several that are asked together, has but
+    one outcome that is no error: what comes behind it has seen that one."""
+    return site is not None and site[1] in _guards(site[0])
+
+
+@functools.lru_cache(maxsize=256)
+def _guards(code: CodeType) -> frozenset[int]:
+    steps, at = _steps(code)
+    found = set()
+    for i, step in enumerate(steps):
+        if "JUMP" in step.opname and "_IF_" in step.opname:
+            target = at.get(step.argval, len(steps))
+            if _raises(steps, i + 1, target) or _raises(steps, target, i + 1):
+                found |= {asked.offset for asked in steps[max(i - 1, 0) : i + 1]}
+    return frozenset(found)
+
+
+def may_compute(site: tuple[CodeType, int]) -> bool:
+    """Whether a condition at a place in code decides over more than values that are there: what
+    its function returns may be another by it."""
+    return site[1] in _computing(site[0])
+
+
+@functools.lru_cache(maxsize=256)
+def _computing(code: CodeType) -> frozenset[int]:
+    steps, at = _steps(code)
+    found = set()
+    for i, step in enumerate(steps):
+        if "JUMP" in step.opname and "_IF_" in step.opname:
+            skipped = steps[i + 1 : at.get(step.argval, len(steps))]
+            if any(each.opname.startswith(("CALL", "BINARY_OP")) for each in skipped):
+                found |= {asked.offset for asked in steps[max(i - 1, 0) : i + 1]}
+    return frozenset(found)
+
+
+def _place(steps: list[dis.Instruction], at: int) -> int:
+    return steps[at].offset if at < len(steps) else -1
+
+
+def _steps(code: CodeType) -> tuple[list[dis.Instruction], dict[int, int]]:
+    """The instructions of code, and which of them is at which place."""
+    steps = [s for s in dis.get_instructions(code) if s.opname not in _NOTHING]
+    return steps, {step.offset: i for i, step in enumerate(steps)}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -38,8 +81,7 @@ def _catches(code: CodeType) -> bool:
 @functools.lru_cache(maxsize=256)
 def _checked_at(code: CodeType) -> dict[int, list[bool]]:
     """By the place of a condition in the code, the answers after which there is no error."""
-    steps = [s for s in dis.get_instructions(code) if s.opname not in _NOTHING]
-    at = {step.offset: i for i, step in enumerate(steps)}
+    steps, at = _steps(code)
     found: dict[int, list[bool]] = {}
     for i, step in enumerate(steps):
         jumps = "IF_TRUE" in step.opname
@@ -56,8 +98,12 @@ def _checked_at(code: CodeType) -> dict[int, list[bool]]:
     return found
 
 
-def _raises(steps: list[dis.Instruction], start: int) -> bool:
+def _raises(steps: list[dis.Instruction], start: int, past: int | None = None) -> bool:
+    """Whether an error is raised from ``start`` on; or by some further condition, of which the
+    other outcome leads to the step ``past``."""
     for step in steps[start:]:
+        if past is not None and "JUMP" in step.opname and step.argval == _place(steps, past):
+            continue
         if step.opname == "RAISE_VARARGS":
             return True
         if step.argval == "StopIteration":  # a loop ends

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from ..modules.near import package_of
 from ..rules.ops import Applied, sets_up_context
+from .asking import hold_literals
 
 # What functions of PyTorch that are written in Python ask before they do anything.
 _ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -172,4 +173,5 @@ def entered(function: types.FunctionType) -> types.FunctionType:
         function.__code__, own, function.__name__, function.__defaults__, function.__closure__
     )
     made.__kwdefaults__ = function.__kwdefaults__
+    hold_literals(made)
     return made

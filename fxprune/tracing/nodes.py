@@ -73,7 +73,7 @@ class Nodes:
         self.written: set[str] = set()  # those that it writes to
         self.given_data: set[int] = set()  # ids of those whose data it sets
         self.reads_sizes = False  # of what is no parameter: inputs may have others
-        self.literals: set[float] = set()  # floats that code holds, or makes of such alone
+        self.given: list[float] = []  # plain numbers that the call at work is given
         self.constants: dict[str, Any] = {}
         self.kept_whole: list[tuple[fx.Node, str, str]] = []
         self._way = ""  # of an argument: handed from module to module, returned by the model
@@ -141,6 +141,8 @@ class Nodes:
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
         if isinstance(value, sizes.OWN):
+            if not hasattr(value, "origin"):
+                self.given.append(value)
             return self._size(value)
         if isinstance(value, PackedSequence):  # whose constructor takes tensors only
             parts = tuple(self.argument(part) for part in value)
@@ -159,6 +161,8 @@ class Nodes:
             told = self._told_of(value)
             if told is not None:
                 return told
+        if type(value) in (int, float):
+            self.given.append(value)
         if isinstance(value, bool) or type(value) in BASIC:
             return value
         if isinstance(value, range):
@@ -313,8 +317,6 @@ class Nodes:
         number = self.own(number)
         origin = getattr(number, "origin", None)
         if origin is None:
-            if type(number) is sizes.Literal:
-                self.literals.add(sizes.plain(number))
             return sizes.plain(number)
         key = sizes.expression(number)
         if key not in self._memo:
@@ -407,6 +409,10 @@ class Nodes:
             others = (*node.args[1:], *node.kwargs.values())
             if any(self._comes_from(other, self.named[id(parameter)]) for other in others):
                 self._written(parameter, where())  # of what it is itself: its norm, its mean
+        self.written |= {
+            name for name, own in self.constants.items()
+            if isinstance(own, torch.Tensor) and _memory(own) == storage
+        }  # fmt: skip
         for key, (reference, before, path) in list(self._known.items()):
             other = reference()
             if other is None:

@@ -80,9 +80,9 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
         torch.inference_mode(False),  # or nothing would tell of writes in place
         uncollected(),
         evaluating(model, training=training),
-        traced_attributes(model),
+        traced_attributes(model) as set_anew,
         traced_builtins(),
-        asking_literals(model),
+        asking_literals(model) as rebound,
         recorded_types(),
         caches.passed_by(),
         torch.no_grad(),
@@ -110,6 +110,7 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
         nodes.graph.output(nodes.returned(wanted(model, output, only, training=training)))
         recorder.nodes.let_go()
         filled = filled_since(model, empty)
+        changed = recorder.changed | set_anew() | rebound()
     nodes = recorder.nodes
     tell_apart(recorder.told, nodes.written)
     return Trace(
@@ -124,5 +125,5 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
         nodes.reads_sizes,
         filled,
         recorder.within,
-        literals=nodes.literals,
+        changed=changed,
     )

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelError
 from ..modules import tree
-from ..modules.frames import frame_of_model, is_model_code, line_of, site_of, where
+from ..modules.frames import codes_of, frame_of_model, is_model_code, line_of, site_of, where
 from ..modules.hooks import HooksAct, call_hooked, call_watched
 from ..modules.inspecting import is_torchs_layer, modules_of
 from ..modules.source import is_message
@@ -63,6 +63,7 @@ class Recorder(TorchFunctionMode):
         self.calls: list[ModuleCall] = []
         self._contexts: list[tuple[Any, ...]] = []  # those that each call began under
         self.called: set[str] = set()
+        self.changed: set[str] = set()  # names of containers that it has put something in
         self.within: dict[str, fx.Node] = {}  # modules that run beneath a call that is one node
         self._covered: list[str] = []  # those of the call at work
         self.told: list[fx.Node] = []  # calls to which tensors tell numbers
@@ -91,17 +92,25 @@ class Recorder(TorchFunctionMode):
             if self.nodes.running and not covered and not self._inside_torch:
                 operands = tuple(map(self.nodes.own, operands))
                 frame = frame_of_model()
-                question = sizes.Question(
-                    function, operands, answer, line_of(frame), site_of(frame),
-                    is_check(frame, answer),
-                )  # fmt: skip
-                self.calls[self.nodes.running[-1]].questions.append(question)
+                self.calls[self.nodes.running[-1]].questions.append(
+                    self._question(frame, function, operands, answer)
+                )
 
         before, sizes.on_question = sizes.on_question, note
         try:
             yield
         finally:
             sizes.on_question = before
+
+    def _question(
+        self, frame: Any, function: Any, operands: tuple[Any, ...], answer: Any
+    ) -> sizes.Question:
+        codes = codes_of(frame)
+        callers = codes[1 : len(codes) - self.calls[self.nodes.running[-1]].depth]
+        return sizes.Question(
+            function, operands, answer, line_of(frame), site_of(frame), is_check(frame, answer),
+            self.nodes.count, callers,
+        )  # fmt: skip
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -138,7 +147,13 @@ class Recorder(TorchFunctionMode):
         self._notice_contexts()
         self._notice_changes()
         call = ModuleCall(
-            path, parent, self.nodes.count, args=handed[0], kwargs=handed[1], lent=lent
+            path,
+            parent,
+            self.nodes.count,
+            args=handed[0],
+            kwargs=handed[1],
+            lent=lent,
+            depth=len(codes_of(frame_of_model())) if self.nodes.running else 0,
         )
         self._contexts.append(contexts())
         self.nodes.running.append(len(self.calls))
@@ -253,7 +268,7 @@ class Recorder(TorchFunctionMode):
     def _goes_by(self, number: Any) -> None:
         """A size of which somebody makes a plain number unseen."""
         for i in self.nodes.running[-1:]:
-            question = sizes.Question(int, (number,), int(number), where())
+            question = self._question(frame_of_model(), int, (number,), int(number))
             self.calls[i].questions.append(question)
 
     def wrapped(self, value: torch.Tensor, variable: torch.Tensor) -> None:
@@ -281,6 +296,7 @@ class Recorder(TorchFunctionMode):
     def _notice_changes(self) -> None:
         changed = self._kept.changed()
         if changed:
+            self.changed.add(changed)
             self._unsaid(f"changes what is in {changed} as it runs")
 
     def _unsaid(self, what: str) -> None:
@@ -335,7 +351,7 @@ class Recorder(TorchFunctionMode):
         elif name == "__getitem__":
             held, index = self.nodes.numbers(args[0]), args[1]
             places = index if isinstance(index, tuple) else (index,)
-            if held is not None and all(type(place) is int for place in places):
+            if held is not None and all(type(place) in (int, sizes.LiteralInt) for place in places):
                 self.nodes.holds(value, reduce(operator.getitem, places, held))
 
     def _sized(self, x: torch.Tensor) -> fx.Node:
@@ -385,7 +401,12 @@ class Recorder(TorchFunctionMode):
         if setitem:
             target, known = set_item, for_function(set_item) is not None
         before = [(t, t._version) for t in tree.tensors((args, kwargs)) if not t.is_inference()]
+        given: list[float] = []
+        self.nodes.given = given
         inputs = (self.nodes.argument(args), self.nodes.argument(kwargs))
+        if given:  # PyTorch's own Python may want Python's own
+            args = tuple(map(_without_holder, args))
+            kwargs = {key: _without_holder(value) for key, value in kwargs.items()}
         beneath = None
         self._covered = []
         numbers = NumbersRead() if known and any(may_be_a_number(t) for t, _ in before) else None
@@ -412,6 +433,8 @@ class Recorder(TorchFunctionMode):
         frame = frame_of_model()
         node.meta["where"] = line_of(frame)
         node.meta["site"] = site_of(frame)
+        node.meta["codes"] = codes_of(frame)
+        node.meta["given"] = given
         if torch.is_grad_enabled():  # the model's own code has seen to it: nobody else has
             node.meta["grad"] = True
         if numbers is not None and numbers.read:
@@ -434,8 +457,12 @@ class Recorder(TorchFunctionMode):
         """A call that gives a number, a flag or nothing: what Python goes by from then on."""
         if op_name(target) in _READS_DATA:
             # What a check asked, new code need not ask.
-            for i in () if is_check(frame_of_model(), value) else self.nodes.running:
+            frame = frame_of_model()
+            running = () if is_check(frame, value) else self.nodes.running
+            for i in running:
                 self.calls[i].reads_data = True
+            for i in running[-1:]:
+                self.calls[i].read_in.append(self._question(frame, bool, (), value))
             for t in given:
                 self.nodes.escapes(t, op_name(target))
         elif target == "type":
@@ -461,6 +488,10 @@ def _index_of_tensors(index: Any) -> Any:
     if isinstance(index, np.ndarray):
         return torch.from_numpy(index)
     return tree.rebuild(index, _index_of_tensors) if isinstance(index, tuple) else index
+
+
+def _without_holder(value: Any) -> Any:
+    return sizes.plain(value) if isinstance(value, sizes.LITERALS) else value
 
 
 def _has_objects(value: Any, said: Any) -> bool:

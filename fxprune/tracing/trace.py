@@ -43,6 +43,8 @@ class ModuleCall:
     unsaid: str = ""  # what its own code does that the graph does not hold
     lent: bool = False  # it ran on tensors that it was given in the place of its own
     reads_data: bool = False  # Python saw values of tensors: the run may go another way next time
+    read_in: list[sizes.Question] = field(default_factory=list)  # by which code, without operands
+    depth: int = 0  # how many codes of the model ran when it was called
 
     def inputs(self) -> set[fx.Node]:
         found: set[fx.Node] = set()
@@ -82,8 +84,8 @@ class Trace:
     sliced: dict[fx.Node, bool] = field(default_factory=dict, repr=False)
     # Calls that put slices around channels, where these have to stay, and why.
     stay_around: dict[fx.Node, str] = field(default_factory=dict, repr=False)
-    literals: set[float] = field(default_factory=set, repr=False)  # that code was seen to hold
-    numbers: Any = field(default=None, repr=False)  # PlainNumbers: which are sure
+    changed: set[str] = field(default_factory=set)  # names of attributes that the run has set anew
+    fixed: Any = field(default=None, repr=False)  # Fixed: what is the same in every run
     _tensor_names: dict[str, list[str]] = field(default_factory=dict, repr=False)
     _hooked: dict[str, str] = field(default_factory=dict, repr=False)
 
