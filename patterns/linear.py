@@ -33,7 +33,7 @@ def add_bias(a, call, y, bias, dim):
 
 def along(vector, dim, x):
     """A vector laid along one dimension of ``x``, to meet it there."""
-    return remap(vector, {0: dim}, tuple(n if d == dim else 1 for d, n in enumerate(x.shape)))
+    return remap(vector, {0: dim}, tuple([n if d == dim else 1 for d, n in enumerate(x.shape)]))
 
 
 def widths(m, new):

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxprune.tracing.assertions import is_check
+from fxprune.tracing.assertions import _checked_at, is_check
+from fxprune.tracing.record import record
 
 from .oracle import check, difference, run
 from .test_constructs import Net
@@ -175,3 +176,18 @@ def test_sizes_that_tensors_tell_are_those_of_each_run(how):
     again = steps(), torch.tensor([(1, 6) if how == "reshape" else (3, 1)])
     masked = plan.mask(plan._trace.model)
     assert difference(run(masked, again), run(small, again)) < 1e-9
+
+
+class Halving(nn.Module):
+    def forward(self, x):
+        if x.shape[1] > 8:
+            raise ValueError("too wide")
+        return 0.5 * x  # a float: other code stands in for this while a run is recorded
+
+
+def test_code_is_searched_for_checks_once_however_often_it_is_recorded():
+    record(Halving(), torch.ones(2, 3))
+    before = _checked_at.cache_info().misses
+    trace = record(Halving(), torch.ones(2, 3))
+    assert trace.calls[0].questions[0].only_checks
+    assert _checked_at.cache_info().misses == before

@@ -6,6 +6,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 import fxprune
 from fxprune.code import Code, Patched
 from fxprune.proving.proof import prove
+from fxprune.tracing.runs import OtherRuns
 
 from .oracle import awake, difference, run
 
@@ -317,3 +319,19 @@ def test_a_batch_that_makes_another_result_of_a_sample_proves_nothing(halves):
 
     model = awake(type("Net", (Base,), {"forward": forward})())
     fxprune.prune(model, sequences(2, 6))
+
+
+class Noted(nn.Linear):
+    """Notes on what it runs."""
+
+    ran: ClassVar[list] = []
+
+    def forward(self, x):
+        self.ran.append(tuple(x.shape))
+        return super().forward(x)
+
+
+def test_a_length_that_the_model_does_not_take_is_tried_once():
+    found = OtherRuns(Noted(7, 8).double(), sequences(2, 3)).lengths
+    assert Noted.ran == [(4, 3, 7), (2, 6, 7), (2, 3, 14)]
+    assert len(found) == 2

@@ -42,6 +42,12 @@ def test_a_width_that_no_code_reads_is_told_truly_at_every_level():
     assert small.body.in_channels == 3
 
 
+def test_attributes_are_told_in_the_same_order_every_time():
+    model = awake(Classifier(16))
+    orders = {tuple(fxprune.plan(model, X).attributes) for _ in range(8)}
+    assert len(orders) == 1
+
+
 def test_a_name_that_is_no_width_keeps_its_value():
     assert fxprune.prune(awake(Classifier()), X).body.patch_size == 8
 

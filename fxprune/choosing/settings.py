@@ -155,8 +155,9 @@ class Meaning:
 
 def check_names(model: nn.Module, settings: Settings) -> None:
     """Every key of ``ignore``, and of settings that are mappings, has to mean something."""
-    modules = modules_of(model)
-    for setting, key in _keys(settings):
+    keys = list(keys_of(settings))
+    modules = modules_of(model) if keys else {}
+    for setting, key in keys:
         if not isinstance(key, (str, type, nn.Module)):
             given = "a tensor" if isinstance(key, Tensor) else repr(key)
             raise SettingError(f"{setting}: {given} is not a name, a glob, a type or a module")
@@ -178,7 +179,7 @@ def check_makers(
         makers: the modules that make channels, or might if they were called.
         others: which only ``ignore`` may mean: norms, that handle channels of others.
     """
-    for setting, key in _keys(settings):
+    for setting, key in keys_of(settings):
         concerned = [*makers, *others] if setting == "ignore" else makers
         if makers and not any(meaning(key, module) for module in concerned):
             raise SettingError(
@@ -187,7 +188,7 @@ def check_makers(
             )
 
 
-def _keys(settings: Settings) -> Iterator[tuple[str, Any]]:
+def keys_of(settings: Settings) -> Iterator[tuple[str, Any]]:
     """Each setting that names modules, with each of its keys."""
     yield from (("ignore", key) for key in settings.ignore or ())
     for setting in ("sparsity", "min_width", "max_sparsity"):

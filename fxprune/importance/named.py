@@ -118,14 +118,15 @@ class Scorer:
         else:
             chosen = dict.fromkeys(axes, found)
         told = with_biases(context.trace, context.relations)
+        tensors = {a.name: context.trace.tensor(a.name) for own in axes.values() for a in own}
         self._axes = axes = {
-            name: [told(a) for a in own if context.trace.tensor(a.name).dtype != torch.bool]
+            name: [told(a) for a in own if tensors[a.name].dtype != torch.bool]
             for name, own in axes.items()
         }  # flags, such as a mask that a model keeps, weigh nothing
         size = int(context.relations.classes.max(initial=0)) + 1
         every = {a.first: a for own in axes.values() for a in own}
         self._slices = {  # once for all groups that have a part in an axis; units are classes
-            first: slices(context.trace.tensor(a.name), a, context.classes(a), size)
+            first: slices(tensors[a.name], a, context.classes(a), size)
             for first, a in sorted(every.items())
         }
         self._index = np.full(size, -1)

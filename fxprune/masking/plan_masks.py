@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from ..errors import PlanError
 from ..modules.copying import copy_model
-from ..modules.inspecting import all_tensors, modules_of, read_attribute
+from ..modules.inspecting import modules_of, named_tensors, read_attribute
 from ..modules.running import on_cpu
 from ..modules.tensor_attributes import fixed_tensors
 from ..modules.usable import check_bare
@@ -157,10 +157,10 @@ def check_fits(plan: Any, model: nn.Module) -> None:
     """Raise unless ``model`` has the tensors the plan speaks of, in the same shapes."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"model is a {type(model).__name__}, not a torch.nn.Module")
-    if any(t.is_meta for t in all_tensors(model).values()):
+    on_model = plan._trace.on(model)
+    if any(t.is_meta for _, t in named_tensors(on_model.modules)):
         raise PlanError("the model is on the meta device and has no values; load weights first")
     check_bare(model)
-    on_model = plan._trace.on(model)
     for axis in {axis.name: axis for axis in plan._relations.sources}.values():
         try:
             tensor = on_model.tensor(axis.name)

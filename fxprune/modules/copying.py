@@ -12,6 +12,7 @@ import copyreg
 import functools
 import types
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,19 +20,20 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from . import tree
 from .holding import content, inside
-from .inspecting import ATOMS, OF_TORCH, OWN, attributes_of, dotted, modules_of
+from .inspecting import OWN, attributes_of, dotted, is_plain, modules_of, own_tensors
 from .near import global_names, methods_of_forward, package_of
 
 
 def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A deep copy; ``memo`` holds what stands for a tensor, by the tensor's id."""
     memo = dict(memo or {})
-    holders = _Holders(model)
+    modules = modules_of(model)
+    holders = _Holders(modules)
     weak: list[tuple[nn.Module, str, Any]] = []
-    kinds: Any = dict.fromkeys(map(type, modules_of(model).values()))
+    kinds: Any = dict.fromkeys(map(type, modules.values()))
     for function in (method for cls in kinds for method in methods_of_forward(cls)):
         holders.check_globals(function)
-    for module in modules_of(model).values():
+    for module in modules.values():
         for key, value in attributes_of(module):
             # What a hook computes before each run (nn.utils.weight_norm) has a history, which
             # deepcopy refuses; it is computed anew.
@@ -50,14 +52,14 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
                 raise
             copied = _copied(model, memo := left | known)
         holders.fill(memo)
-        _check(model, copied, memo)
         theirs = modules_of(copied)
-        for path, module in modules_of(model).items():  # a __deepcopy__ may set it anew
+        _check(modules, theirs, memo)
+        for path, module in modules.items():  # a __deepcopy__ may set it anew
             if path in theirs and theirs[path].training != module.training:
                 theirs[path].training = module.training
         for module, key, value in weak:
             vars(memo[id(module)])[key] = weakref.ref(memo[id(value)])
-        for module in modules_of(copied).values() if made else ():
+        for module in theirs.values() if made else ():
             for name, value in vars(module).items():
                 if isinstance(value, types.MethodType) and id(value.__func__) in made:
                     vars(module)[name] = types.MethodType(made[id(value.__func__)], value.__self__)
@@ -99,12 +101,13 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for module in reversed(plain):  # parts first, as deepcopy does it
         state = {}
         for key, value in _state(module).items():
-            if type(value) in ATOMS:
-                state[key] = value
-            elif key in OWN:
-                state[key] = {name: copy.deepcopy(part, memo) for name, part in value.items()}
-            elif key in OF_TORCH and not value:  # hooks that nobody has set; a handle may know them
+            if key in OWN:
+                parts = value.items() if value else ()
+                state[key] = {name: copy.deepcopy(part, memo) for name, part in parts}
+            elif key in _HOOKS and not value:  # that nobody has set; a handle may know them
                 state[key] = memo.setdefault(id(value), type(value)())
+            elif is_plain(value):
+                state[key] = value
             else:
                 state[key] = copy.deepcopy(value, memo)
         memo[id(module)].__setstate__(state)
@@ -116,6 +119,7 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return copy.deepcopy(model, memo)  # which the memo has, or whose class has a way of its own
 
 
+_HOOKS = frozenset(k for k, v in vars(nn.Module()).items() if isinstance(v, (dict, set))) - {*OWN}
 _state: Any = getattr(nn.Module, "__getstate__", vars)
 _WAYS = ("__reduce_ex__", "__reduce__", "__new__", "__getnewargs__", "__getnewargs_ex__",
          "__getstate__", "__deepcopy__")  # fmt: skip
@@ -138,11 +142,14 @@ def _slots(cls: Any) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _check(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
+def _check(
+    modules: Mapping[str, nn.Module], theirs: Mapping[str, nn.Module], memo: dict[int, Any]
+) -> None:
     """Raise where a ``__deepcopy__`` of the model's own makes no copy of what it is given."""
-    theirs = modules_of(copied)
-    for path, module in modules_of(model).items():
-        if package_of(getattr(type(module), "__deepcopy__", nn.Module)) in ("torch", "fxprune"):
+    ways = {cls: getattr(cls, "__deepcopy__", nn.Module) for cls in map(type, modules.values())}
+    own = {cls for cls, way in ways.items() if package_of(way) not in ("torch", "fxprune")}
+    for path, module in modules.items() if own else ():
+        if type(module) not in own:
             continue
         for name, part in modules_of(module).items():
             other = theirs.get(dotted(path, name))
@@ -162,14 +169,12 @@ def _check(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
 class _Holders:
     """Functions that hold a part of a model: in their closure, or as a default."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.functions: list[types.FunctionType] = []
         self.made: list[types.FunctionType] = []
         self.cells: dict[int, types.CellType] = {}
-        self._answers: dict[int, bool] = {}
-        for module in modules_of(model).values():
-            for part in (module, *module._parameters.values(), *module._buffers.values()):
-                self._answers[id(part)] = part is not None
+        parts = [part for m in modules.values() for part in (m, *own_tensors(m))]
+        self._answers: dict[int, bool] = dict.fromkeys(map(id, parts), True)
 
     def hold(self, value: Any) -> bool:
         """Whether ``value`` is a part of the model or holds one, as far as Python's own

@@ -3,30 +3,30 @@ attributes that were empty. They go by the widths that the run had."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from . import tree
-from .inspecting import OF_TORCH, modules_of
+from .inspecting import OF_TORCH
 
 # By the path of a module and the name of an attribute, the type of what it is while it is empty.
 Empty = dict[tuple[str, str], Any]
 
 
-def empty_attributes(model: nn.Module) -> Empty:
+def empty_attributes(modules: Mapping[str, nn.Module]) -> Empty:
     """Those that hold nothing as yet."""
     return {
         (path, name): type(value)
-        for path, module in modules_of(model).items()
+        for path, module in modules.items()
         for name, value in vars(module).items()
         if name not in OF_TORCH and (value is None or (type(value) in (dict, list) and not value))
     }
 
 
-def filled_since(model: nn.Module, empty: Empty) -> Empty:
+def filled_since(modules: Mapping[str, nn.Module], empty: Empty) -> Empty:
     """Those of ``empty`` that hold tensors now."""
-    modules = modules_of(model)
     return {
         (path, name): kind
         for (path, name), kind in empty.items()

@@ -34,11 +34,14 @@ WHERE_RUNS_BEGIN = "_recorded"  # the function of :mod:`fxprune.tracing.record`
 stand_ins: dict[int, CodeType] = {}
 
 
+def code_of(frame: FrameType) -> CodeType:
+    """The code that runs, as it is when nobody records it."""
+    return stand_ins.get(id(frame.f_code), frame.f_code)
+
+
 def site_of(frame: FrameType | None) -> tuple[CodeType, int] | None:
     """The code that runs, and the place of its instruction."""
-    if frame is None:
-        return None
-    return stand_ins.get(id(frame.f_code), frame.f_code), frame.f_lasti
+    return None if frame is None else (code_of(frame), frame.f_lasti)
 
 
 def codes_of(frame: FrameType | None) -> tuple[CodeType, ...]:
@@ -64,7 +67,7 @@ def caller_of(frame: FrameType) -> FrameType | None:
 
 
 def _of_model(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and not is_model_code(frame):
+    while frame is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 

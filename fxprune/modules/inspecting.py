@@ -23,9 +23,10 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
     def visit(path: str, module: nn.Module) -> None:
         found[path] = module
-        for name, child in module._modules.items():
-            if child is not None:
-                visit(f"{path}.{name}" if path else name, child)
+        if module._modules:  # most have none
+            for name, child in module._modules.items():
+                if child is not None:
+                    visit(f"{path}.{name}" if path else name, child)
 
     visit("", model)
     return found
@@ -33,7 +34,18 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
     """``list(model.modules())``, in a tenth of the time."""
-    return list(dict.fromkeys(modules_of(model).values()))
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        if module not in found:
+            found[module] = None
+            if module._modules:
+                for child in module._modules.values():
+                    if child is not None:
+                        visit(child)
+
+    visit(model)
+    return list(found)
 
 
 def is_torchs_layer(m: nn.Module) -> bool:
@@ -46,12 +58,17 @@ OF_TORCH = frozenset(vars(nn.Module()))  # parameters, hooks, children
 ATOMS = frozenset((bool, int, float, str, type(None)))
 
 
+def is_plain(value: Any) -> bool:
+    """Whether it is a number, a word, or a tuple of such: nothing that could change or hold."""
+    return type(value) in ATOMS or (type(value) is tuple and ATOMS.issuperset(map(type, value)))
+
+
 def attributes_of(module: nn.Module) -> list[tuple[str, Any]]:
     """What a module has besides its own parts, numbers and words: its attributes, and hooks."""
     return [
         (key, value) for key, value in vars(module).items()
         if type(value) not in ATOMS
-        and (key not in OF_TORCH or (value and key not in OWN))
+        and (value and key not in OWN if key in OF_TORCH else not is_plain(value))
     ]  # fmt: skip
 
 
@@ -60,10 +77,11 @@ def named_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tenso
     seen: set[int] = set()
     for kind in ("_parameters", "_buffers"):
         for path, module in modules.items():
-            for name, t in getattr(module, kind).items():
+            own = getattr(module, kind)
+            for name, t in own.items() if own else ():
                 if t is not None and id(t) not in seen:
                     seen.add(id(t))
-                    yield dotted(path, name), t
+                    yield f"{path}.{name}" if path else name, t
 
 
 def all_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -73,6 +91,12 @@ def all_tensors(module: nn.Module) -> dict[str, Tensor]:
         dotted(path, key): t for path, part in modules_of(module).items()
         for key, t in (*part._parameters.items(), *part._buffers.items()) if t is not None
     }  # fmt: skip
+
+
+def own_tensors(module: nn.Module) -> list[Tensor]:
+    """Parameters and buffers of a module, without those of its parts."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    return [t for t in own if t is not None]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -96,7 +120,10 @@ def tensor_names(module: nn.Module) -> list[str]:
 def computed_by_hook(module: nn.Module) -> str:
     """Name of a tensor that is a plain attribute of a module, such as the weight of
     ``nn.utils.weight_norm``, or ``""``. (One number is none: a width, say, that is a tensor.)"""
-    tensors = ((key, value) for key, value in vars(module).items() if isinstance(value, Tensor))
+    own = vars(module)
+    if not any(issubclass(kind, Tensor) for kind in {*map(type, own.values())}):  # mostly
+        return ""
+    tensors = ((key, value) for key, value in own.items() if isinstance(value, Tensor))
     return next((key for key, value in tensors if value.dim()), "")
 
 
@@ -113,13 +140,16 @@ def read_attribute(root: nn.Module, name: str) -> Any:
     value: Any = root
     for part in name.split("."):
         own = value.__dict__ if isinstance(value, nn.Module) else {}
-        for kind in ("_modules", "_parameters", "_buffers"):  # where getattr() looks last
-            if part in own.get(kind, ()):
+        for kind in _PARTS if "_modules" in own else ():  # where getattr() looks last
+            if part in own[kind]:
                 value = own[kind][part]
                 break
         else:
             value = read_from(value, part)
     return value
+
+
+_PARTS = ("_modules", "_parameters", "_buffers")
 
 
 def read_from(owner: Any, name: str) -> Any:

@@ -39,16 +39,20 @@ class Snapshot:
         self._drawn: list[Callable[[], Any]] = []  # what sets generators back
         held: list[Tensor] = []
         for m in modules:
-            self._spaces.append((vars(m), dict(vars(m))))
-            for key, value in vars(m).items():
-                if key in OF_TORCH and isinstance(value, dict):
-                    self._spaces.append((value, dict(value) if value else _EMPTY))
-                elif type(value) not in _PLAIN:
+            own = vars(m)
+            self._spaces.append((own, dict(own)))
+            self._spaces += [
+                (value, dict(value) if value else _EMPTY)
+                for key, value in own.items() if key in OF_TORCH and isinstance(value, dict)
+            ]  # fmt: skip
+            for key, value in own.items():
+                if key not in OF_TORCH and type(value) not in _PLAIN:
                     held += self._note(value)
             # Some models count calls or keep caches in their buffers, even in eval mode.
-            if not getattr(m, "keeps_buffers", False):  # a mask's are as large as what it is on
+            if not getattr(type(m), "keeps_buffers", False):  # a mask's are as large as its tensor
                 held += [b for b in m._buffers.values() if b is not None]
-            if getattr(m, "max_norm", None) is not None:  # an embedding: it scales rows it reads
+            may_scale = "max_norm" in own or hasattr(type(m), "max_norm")
+            if may_scale and m.max_norm is not None:  # an embedding: it scales rows it reads
                 held += [p for p in m._parameters.values() if p is not None]
         self._tensors = [
             (t, t.data, t.detach().clone(), None if t.is_inference() else t._version,
@@ -76,8 +80,9 @@ class Snapshot:
         for set_back in self._drawn:
             set_back()
         for space, before in self._spaces:
-            if space or before:
-                _restore(space, before)
+            if (space or before) and not _is_same(space, before):
+                space.clear()
+                space.update(before)
         for value, items in self._lists:
             if len(value) != len(items) or not all(map(is_, value, items)):
                 value.clear()
@@ -113,7 +118,5 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def _restore(space: dict[str, Any], before: dict[str, Any]) -> None:
-    if space.keys() != before.keys() or not all(map(is_, space.values(), before.values())):
-        space.clear()
-        space.update(before)
+def _is_same(space: dict[str, Any], before: dict[str, Any]) -> bool:
+    return space.keys() == before.keys() and all(map(is_, space.values(), before.values()))

@@ -107,6 +107,8 @@ def rebuild(value: Any, function: Callable[[Any], Any]) -> Any:
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, list):
         return [function(item) for item in value]
+    if type(value) is dict:
+        return {key: function(item) for key, item in value.items()} if value else {}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: function(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return type(value)(**fields)

@@ -40,7 +40,10 @@ def check_model(model: Any, example_input: Any) -> None:
     check_is_model(model)
     modules = modules_of(model)
     sharding = sys.modules.get("torch.distributed.fsdp")  # its import takes seconds
+    first: dict[type, tuple[str, nn.Module]] = {}  # of each class
     for path, module in modules.items():
+        first.setdefault(type(module), (path, module))
+    for path, module in first.values():
         where = f"{path!r}" if path else "the model"
         if sharding is not None and isinstance(module, sharding.FullyShardedDataParallel):
             raise ModelError(
@@ -59,21 +62,22 @@ def check_model(model: Any, example_input: Any) -> None:
             raise ModelError(f"{where} is compiled; {place}, then compile the result")
     tensors = list(named_tensors(modules))
     for name, tensor in tensors:
-        if nn.parameter.is_lazy(tensor):
+        plain = type(tensor) in (nn.Parameter, torch.Tensor)
+        if not plain and nn.parameter.is_lazy(tensor):
             raise ModelError(f"{name} is lazy and has no shape yet; run the model once first")
         if tensor.is_meta:
             raise ModelError(
                 f"{name} is on the meta device and has no values; load weights first (where hooks "
                 "load them as the model runs, for it is offloaded, take the hooks off first)"
             )
-        if isinstance(tensor, FakeTensor):
+        if not plain and isinstance(tensor, FakeTensor):
             raise ModelError(
                 f"{name} is a fake tensor and has no values; make the model, and prune it, outside "
                 "of the FakeTensorMode"
             )
         if tensor.is_quantized:
             raise ModelError(f"{name} is quantized; prune first, then quantize")
-        if is_traceable_wrapper_subclass(tensor):
+        if not plain and is_traceable_wrapper_subclass(tensor):
             raise ModelError(
                 f"{name} is a {type(tensor).__name__}, which holds its values in tensors of its "
                 "own; prune first, then quantize, shard or convert"

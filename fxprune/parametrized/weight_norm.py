@@ -70,7 +70,7 @@ def with_hooks(model: nn.Module) -> nn.Module:
     """``model``, a copy that was made inside of :func:`parametrized`, with its hooks again; where
     masks lie on a weight it stays a parametrization."""
     for module in parts_of(model):
-        for name in list(parametrizations(module)):
+        for name in list(parametrizations(module)) if module._modules else ():
             _to_hook(module, name)
     return model
 

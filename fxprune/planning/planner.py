@@ -19,7 +19,7 @@ from ..calibration.reconstruction import Reconstruction
 from ..choosing.owed import Owed
 from ..choosing.scope import MOST, Contender, fractions, structure, work_of
 from ..choosing.select import Choice, keep_count
-from ..choosing.settings import Meaning, Settings, check_makers, matches
+from ..choosing.settings import Meaning, Settings, check_makers, keys_of, matches
 from ..errors import SettingError
 from ..mending.in_training import check_in_training
 from ..mending.mend import Mended, Mending, Unfit
@@ -114,16 +114,8 @@ class Planner:
     def _check_keys(self) -> None:
         """What settings name has to make channels. A layer may that is not called, or whose weight
         no pattern knows: the plan says so of it."""
-        sources = self.relations.sources
-        used = {s.name for s in sources}
-        makers = [self.owner(s)[1] for s in sources if s.role == "out"]
-        norms = [self.owner(s)[1] for s in sources if s.role in _OF_NORMS]
-        makers += [
-            module for path, module in self.modules.items()
-            if any(p is not None and p.dim() > 1 and dotted(path, name) not in used
-                   for name, p in module._parameters.items())
-        ]  # fmt: skip
-        check_makers(self.settings, self.meaning, makers, norms)
+        if any(keys_of(self.settings)):
+            check_makers(self.settings, self.meaning, *self._makers())
         wanted = self.settings.importance
         for key in wanted if isinstance(wanted, Mapping) else ():
             if any(matches(key, name, self.trace.model) for name in self._names.values()):
@@ -136,6 +128,19 @@ class Planner:
                             f"importance: {key!r} is no group's name: the channels of {path} are "
                             f"those of group {name!r}, which have one score"
                         )
+
+    def _makers(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The modules that make channels, or might if they were called; and norms."""
+        sources = self.relations.sources
+        used = {s.name for s in sources}
+        makers = [self.owner(s)[1] for s in sources if s.role == "out"]
+        norms = [self.owner(s)[1] for s in sources if s.role in _OF_NORMS]
+        makers += [
+            module for path, module in self.modules.items()
+            if any(p is not None and p.dim() > 1 and dotted(path, name) not in used
+                   for name, p in module._parameters.items())
+        ]  # fmt: skip
+        return makers, norms
 
     def _ask(self) -> None:
         """Which groups can lose units, and how these score."""
@@ -168,6 +173,7 @@ class Planner:
         sparsity, scope = self.settings.sparsity, self.settings.scope
         losing = [g for g in self.groups if g.frozen is None and id(g) in self.scores]
         contenders = [self._contender(g) for g in losing]
+        self._choices = {id(g): c.choice for g, c in zip(losing, contenders, strict=True)}
         work = None
         if self.reconstruction is not None and scope == "global":
             work = work_of(self.trace, self.relations, [g.units for g in losing])
@@ -264,6 +270,7 @@ class Planner:
         for group in self.groups:
             stays = self._stays(group)
             self.removed[group.units] = False if stays is None else ~stays
+        self._chosen = {id(g) for g in self.groups if self.removed[g.units].any()}
         if self.settings.bias == "drop":
             self.silent = self.removed.copy()
         else:
@@ -290,7 +297,7 @@ class Planner:
             return None
         if self.budget is not None:
             return self.chosen[id(group)]
-        stays = self._choice(group).keep(self.asked[id(group)], self.settings.round_to)
+        stays = self._choices[id(group)].keep(self.asked[id(group)], self.settings.round_to)
         if stays.all():
             group.frozen = self._why_nothing_goes(group)
         return stays
@@ -298,8 +305,8 @@ class Planner:
     def _explain_whole(self) -> None:
         """Of groups that are asked for nothing, though others are, or left to carriers."""
         for group in self.groups:
-            stays = self._stays(group)
-            if stays is not None and not stays.all() and not self.removed[group.units].any():
+            spared = id(group) in self._chosen and not self.removed[group.units].any()
+            if spared and group.frozen is None:
                 group.frozen = "exact=True would keep each of its masked channels"
             if group.frozen is not None or self.asked.get(id(group), 1.0) > 0:
                 continue

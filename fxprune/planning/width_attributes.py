@@ -37,15 +37,17 @@ def announced(trace: Trace, replay: Replay, fixed: Container[str]) -> dict[str, 
     }  # fmt: skip
 
 
-def _handled(trace: Trace) -> list[set[fx.Node]]:
-    """For each call of a module, the tensors that its own code takes, computes and returns."""
-    handled: list[set[fx.Node]] = [set() for _ in trace.calls]
+def _handled(trace: Trace) -> list[dict[fx.Node, None]]:
+    """For each call of a module, the tensors that its own code takes, computes and returns, in an
+    order that is the same every time."""
+    handled: list[dict[fx.Node, None]] = [{} for _ in trace.calls]
     for node in trace.graph.nodes:
         if node.meta.get("call") is not None:
-            handled[node.meta["call"]].add(node)
+            handled[node.meta["call"]][node] = None
     for index, call in enumerate(trace.calls):
-        passed: set[fx.Node] = set()
-        fx.node.map_arg((call.args, call.kwargs, call.output), passed.add)
+        found: list[fx.Node] = []
+        fx.node.map_arg((call.args, call.kwargs, call.output), found.append)
+        passed = dict.fromkeys(found)
         handled[index] |= passed
         if call.parent is not None:
             handled[call.parent] |= passed

@@ -140,6 +140,8 @@ class Algebra(Meanings):
         path, _, key = name.rpartition(".")
         module = self.trace.modules[call.path]  # whose tensors the trace has names for
         owner = module.get_submodule(path) if path else module
+        if owner._parameters.get(key, owner) is None:  # a bias that it goes without
+            return None
         try:
             value = read_from(owner, key)
         except AttributeError:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from ..modules.inspecting import dotted
 from ..modules.tensor_attributes import fixed_tensors
 from ..parametrized.computed import cannot_be_set
 from ..rules.call import Call, Named, Roles, leaves
@@ -105,7 +106,9 @@ class Discover(Sayings):
         # Why a computed tensor cannot be set, "" where it can or is a tensor of the model itself.
         self._computed: dict[str, str] = dict.fromkeys(trace.names.values(), "")
         self._rectangles = Rectangles()
-        self._buffers = {name for name, _ in trace.model.named_buffers()}
+        self._buffers = {
+            dotted(path, key) for path, m in self.modules.items() for key in m._buffers
+        }
         self._buffers |= {fixed.name for fixed in fixed_tensors(self.modules)}
         self._spread: list[np.ndarray] = []
         # Parameters whose axes have met one over as many dimensions: which of theirs.
@@ -314,9 +317,9 @@ class Discover(Sayings):
 
     def _check_view(self, axis: SourceAxis) -> None:
         """A tensor that is seen in two ways (two group counts, say) is left whole."""
-        axes = [self.sources[i] for i in self._by_name[axis.name]]
-        if len(axes) == 1:
+        if len(self._by_name[axis.name]) == 1:
             return
+        axes = [self.sources[i] for i in self._by_name[axis.name]]
         known = axes[0].view
         bare = self._bare_dims.get(axis.name, [])
         apart = any(set(a) & set(b) and a != b for a in bare for b in bare)
@@ -502,27 +505,30 @@ class Discover(Sayings):
         out, reading = ({s.name for s in self.sources if s.role == r} for r in ("out", "in"))
         made = (out & reading) - self._buffers
         found: set[str] = set()
+        moving = {s.name for s in self.sources if relations.of(s).any()}
+        spread = []  # with the names of their tensors, and whether nothing of these may go
+        for labels in self._spread:
+            names = {self.sources[i].name for i in distinct(relations.owners[labels]) if i >= 0}
+            spread.append((labels, names, moving.isdisjoint(names)))
         for rectangle in self._rectangles:
             classes = distinct(relations.classes[rectangle.units.numpy()])
             if len(classes) > 1 or len(varying(rectangle.units)) < 2:
                 continue
-            for labels in self._spread:
-                if self._hang_together(relations, rectangle.units.numpy(), labels):
-                    owners = distinct(relations.owners[labels])
-                    found |= {self.sources[i].name for i in owners if i >= 0}
+            together = self._together(relations, rectangle.units.numpy())
+            for labels, names, stays in spread:
+                if (classes[0] or stays) and together[labels].any():
+                    found |= names
         return found - made
 
-    def _hang_together(self, relations: Relations, heads: np.ndarray, labels: np.ndarray) -> bool:
-        """Whether labels that are the same for all heads are of the heads' one unit; where that has
-        to stay, whether they have to with it, and no other slices of their tensors may go."""
+    def _together(self, relations: Relations, heads: np.ndarray) -> np.ndarray:
+        """For each label whether it is of the heads' one unit; or where that has to stay, whether
+        it has to with it."""
         one = relations.classes[heads.flat[0]]
         if one:
-            return bool((relations.classes[labels] == one).any())
-        linked, owners = relations.linked, relations.owners[labels]
-        names = {self.sources[i].name for i in distinct(owners) if i >= 0}
-        axes = [s for s in self.sources if s.name in names]
-        stay = not any(relations.of(axis).any() for axis in axes)
-        return stay and bool(np.isin(linked[labels], linked[heads]).any())
+            return relations.classes == one
+        found = np.zeros(len(relations.linked), dtype=bool)
+        found[relations.linked[heads]] = True
+        return found[relations.linked]
 
 
 def _is_plain(value: Any) -> bool:

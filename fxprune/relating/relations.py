@@ -118,7 +118,8 @@ class Relations:
 
     def of(self, axis: SourceAxis) -> np.ndarray:
         """The unit class of each slice of a parameter axis, in the shape of its dimensions."""
-        return self.classes[axis.first : axis.first + axis.size].reshape(axis.shape)
+        found = self.classes[axis.first : axis.first + axis.size]
+        return found if len(axis.dims) == 1 else found.reshape(axis.shape)
 
     def maker(self, path: str) -> SourceAxis | None:
         """The axis of the outputs of the layer at ``path``."""

@@ -162,7 +162,7 @@ class Sayings(Walk):
         ]
         rows = max(map(len, laid))
         unknown = None
-        if any(map(_may_have_nan, laid)):
+        if rows > 1 or any(map(_may_have_nan, laid)):  # of several rows the last mostly has
             blind = [a.isnan() for a in laid]
             unknown = functools.reduce(torch.logical_or, blind).expand(rows, *sizes)
         # Where a factor is zero the product is, whatever the other factor is.
@@ -262,7 +262,7 @@ class Sayings(Walk):
                 axes.append(axis.saying(None, axis.border))
                 continue
             others = constant.touching(axis.dims) if constant is not None else []
-            axes.append(axis.saying(functools.cache(partial(self._dead, axis, others))))
+            axes.append(axis.saying(_Once(partial(self._dead, axis, others))))
         return x.with_axes(axes)
 
     def _dead(self, axis: Axis, others: Sequence[Axis]) -> Tensor:
@@ -348,6 +348,21 @@ class Sayings(Walk):
         for axis in x.touching(dims) if self.telling is not None else ():
             wrong = axis.says(axis.dims)[0] != 0
             self.demands.append(Demand(call, axis.units, axis.units, wrong))
+
+
+class _Once:
+    """What a function gives, worked out when someone asks for it first."""
+
+    __slots__ = ("_found", "_work_out")
+
+    def __init__(self, work_out: Callable[[], Tensor]) -> None:
+        self._work_out: Callable[[], Tensor] | None = work_out
+        self._found: Tensor | None = None
+
+    def __call__(self) -> Tensor | None:
+        if self._work_out is not None:
+            self._found, self._work_out = self._work_out(), None
+        return self._found
 
 
 def _as_read(axis: Axis, dims: tuple[int, ...]) -> Axis:

@@ -80,11 +80,11 @@ class Walk(Algebra):
 
     def _visit(self, node: fx.Node) -> Any:
         numbers = node.meta.get("numbers", {})
-        args = self._resolve(tuple(node.args), numbers)
-        kwargs = self._resolve(dict(node.kwargs), numbers)
+        args = tuple([self._resolve(value, numbers) for value in node.args])
+        kwargs = self._resolve(dict(node.kwargs), numbers) if node.kwargs else {}
         if node.target is operator.getitem and not isinstance(args[0], (Channels, Named)):
             return args[0][args[1]]
-        inputs = list(leaves((args, kwargs)))
+        inputs = [value for given in (*args, *kwargs.values()) for value in leaves(given)]
         if not isinstance(node.meta["spec"], Spec) and (
             not inputs or node.target in _NUMERIC or is_size(node)
         ):

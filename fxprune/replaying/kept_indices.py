@@ -38,7 +38,8 @@ def by_dimension(replay: Replay, relations: Relations) -> dict[str, dict[int, Te
             continue
         dims = result.setdefault(axis.name, {})
         dims[tensor_dim(axis)] = _indices(axis, order)
-        dims.update(_rows(axis, order))
+        if len(axis.dims) > 1:
+            dims.update(_rows(axis, order))
     return result
 
 
@@ -121,7 +122,7 @@ def _indices(axis: SourceAxis, order: Tensor) -> Tensor:
 def shrink(tensor: Tensor, axes: list[SourceAxis], replay: Replay) -> Tensor:
     """The slices of a tensor that stay, in their order."""
     view = axes[0].view
-    small = tensor.reshape(view)
+    small = tensor if tensor.shape == view else tensor.reshape(view)
     orders = [(axis, order) for axis in axes if _changes(axis, order := replay.order[axis.first])]
     if sorted(axis.dims for axis, _ in orders) == [(0,), (1,)]:
         (first, second) = (order.to(tensor.device) for _, order in sorted(orders, key=_dims))
@@ -130,6 +131,8 @@ def shrink(tensor: Tensor, axes: list[SourceAxis], replay: Replay) -> Tensor:
     done: set[int] = set()  # dimensions whose rows are taken: the axes of one tensor can share one
     for axis, order in orders:
         small = _take(small, axis, order, done)
+    if tensor.shape == view:
+        return small
     merged = view_dims(tensor.shape, view)
     shape = [math.prod(small.shape[d] for d in dims) for dims in merged]
     return small.reshape(shape)
@@ -138,8 +141,10 @@ def shrink(tensor: Tensor, axes: list[SourceAxis], replay: Replay) -> Tensor:
 def _rows_and_columns(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """``x[rows][:, columns]``, so many rows at a time as stay in the cache; all positions at once
     (``x[rows[:, None], columns]``) take longer."""
-    small = x.new_empty(len(rows), len(columns), *x.shape[2:])
     several = max(1, _PIECE // max(1, x[0].numel()))
+    if len(rows) <= several:
+        return x.index_select(0, rows).index_select(1, columns)
+    small = x.new_empty(len(rows), len(columns), *x.shape[2:])
     for some, part in zip(rows.split(several), small.split(several), strict=True):
         torch.index_select(x.index_select(0, some), 1, columns, out=part)
     return small

@@ -82,18 +82,16 @@ class Orders(Walk):
         self._disturbed: set[fx.Node] = set()  # calls after which channels do not
         self._remaining: dict[int, tuple[Tensor, Tensor]] = {}
         self.order: dict[int, Tensor] = {}  # label of an axis -> kept positions in it, in order
-        stays = np.flatnonzero(kept[relations.classes])
-        single = [s for s in relations.sources if len(s.dims) == 1]
-        ends = np.array([(s.first, s.first + s.size) for s in single], dtype=np.int64).reshape(
-            -1, 2
-        )
-        at = np.searchsorted(stays, ends)
-        for s, low, high in zip(single, *at.T.tolist(), strict=True):
-            self.order[s.first] = torch.from_numpy(stays[low:high] - s.first)
-        for s in relations.sources:
+        stays = np.flatnonzero(kept[relations.classes] & (relations.owners >= 0))
+        owners = relations.owners[stays]
+        firsts = np.array([s.first for s in relations.sources], dtype=np.int64)
+        places = torch.from_numpy(stays - firsts[owners])
+        counts = np.bincount(owners, minlength=len(firsts)).tolist()
+        for s, order in zip(relations.sources, places.split(counts), strict=True):
             if len(s.dims) > 1:
                 every = torch.arange(s.size).reshape(s.shape)
-                self.order[s.first] = self._compress(every, s.labels())
+                order = self._compress(every, s.labels())
+            self.order[s.first] = order
         self.order |= self._orders
 
     def kept(self, units: Tensor) -> Tensor:

@@ -251,7 +251,9 @@ def _settings(plan: Any, model: nn.Module, change: Change) -> None:
 
 def _made_by_masks(plan: Any, model: nn.Module) -> list[tuple[str, str]]:
     """Biases that ``model`` has and the model of the plan has not."""
-    found = []
+    found: list[tuple[str, str]] = []
+    if model is plan._trace.model:
+        return found
     modules = modules_of(model)
     for path, module in plan._trace.model.named_modules():
         for name, parameter in module._parameters.items():

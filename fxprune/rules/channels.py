@@ -38,6 +38,7 @@ class SourceAxis:
 
     shape: tuple[int, ...] = field(init=False)  # of the slices
     size: int = field(init=False)  # their number
+    is_bare: bool = field(init=False, compare=False)  # nothing is known of what the slices do
     numbers: np.ndarray = field(init=False, repr=False, compare=False)  # the labels, one by one
     _labels: Tensor = field(init=False, repr=False, compare=False)
 
@@ -47,17 +48,13 @@ class SourceAxis:
         numbers = np.arange(self.first, self.first + size)
         labels = torch.from_numpy(numbers)
         labels = labels if len(shape) == 1 else labels.reshape(shape)
-        vars(self).update(shape=shape, size=size, numbers=numbers, _labels=labels)
+        bare = self.role.startswith("bare")
+        vars(self).update(shape=shape, size=size, is_bare=bare, numbers=numbers, _labels=labels)
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
         """What tells it from other axes of the model."""
         return self.name, self.view, self.dims
-
-    @property
-    def is_bare(self) -> bool:
-        """Whether nothing is known of what the slices do."""
-        return self.role.startswith("bare")
 
     @property
     def is_whole(self) -> bool:
@@ -220,7 +217,7 @@ def remap(x: Channels, where: dict[int, int], shape: tuple[int, ...]) -> Channel
     """``x`` with its dimensions in new places; an axis with one that is not in ``where`` ends."""
     axes = []
     for axis in x.axes:
-        if all(d in where for d in axis.dims):
+        if where.keys() >= {*axis.dims}:
             moved = [where[d] for d in axis.dims]
             if len(moved) == 1 or moved == sorted(moved):
                 axes.append(axis.on(tuple(moved)))
@@ -271,11 +268,14 @@ def components_of(left: np.ndarray, right: np.ndarray, size: int) -> np.ndarray:
 
 def varying(units: Tensor) -> tuple[int, ...]:
     """The dimensions along which an array of labels is not the same throughout."""
-    return tuple(
-        d
-        for d in range(units.dim())
-        if units.size(d) > 1 and bool((units != units.narrow(d, 0, 1)).any())
-    )
+    return tuple(d for d in range(units.dim()) if units.size(d) > 1 and _varies(units, d))
+
+
+def _varies(units: Tensor, dim: int) -> bool:
+    if units.stride(dim) == 0:  # it was expanded
+        return False
+    ends = units.select(dim, 0), units.select(dim, -1)  # which mostly tell
+    return not torch.equal(*ends) or bool((units != ends[0].unsqueeze(dim)).any())
 
 
 def stand_in(axis: Axis, shape: tuple[int, ...], touched: Iterable[int], array: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class Spec:
 def spec(value: Any) -> Any:
     """``value`` with a :class:`Spec` in the place of each tensor."""
     if isinstance(value, torch.Tensor):
-        return Spec(tuple(int(n) for n in value.shape), value.dtype)
+        return Spec(tuple(map(int, value.shape)), value.dtype)
     if isinstance(value, sizes.OWN):
         return sizes.plain(value)
     if isinstance(value, (tuple, list)):

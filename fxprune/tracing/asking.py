@@ -13,7 +13,7 @@ import math
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from ..modules.frames import stand_ins
-from ..modules.inspecting import modules_of
 from ..modules.near import functions_near, functions_of, global_names, package_of
 from ..rules.sizes import (
     NUMBERS,
@@ -38,24 +37,24 @@ from ..rules.sizes import (
 
 
 @contextlib.contextmanager
-def traced_attributes(model: nn.Module) -> Iterator[Callable[[], set[str]]]:
+def traced_attributes(modules: Mapping[str, nn.Module]) -> Iterator[Callable[[], set[str]]]:
     """While recording, the integers in the modules' attributes know which attribute they are, and
     floats ask them. Gives what tells the names of those that have been set anew."""
     undo: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def wrap(space: dict[str, Any], prefix: str) -> None:
         for key, value in list(space.items()):
-            kind = type(value)
-            if key[:1] == "_" or not (kind in _SIZES or issubclass(kind, np.integer)):
+            kind: Any = type(value)
+            if key[:1] == "_" or not (kind in _SIZES or _is_numpys(kind)):
                 continue
             if kind is int:
                 new: Any = traced(value, Attribute(f"{prefix}{key}"))
             elif kind is float:
                 new = literal(value, frozenset((Attribute(f"{prefix}{key}"),)))
-            elif issubclass(kind, np.integer):
+            elif kind not in _SIZES:
                 new = TracedProduct(value)
                 new.origin = Attribute(f"{prefix}{key}")
-            elif value and all(type(v) is int for v in value):
+            elif value and _INTEGERS.issuperset(map(type, value)):
                 name = f"{prefix}{key}"
                 new = kind(traced(v, Attribute(name, i)) for i, v in enumerate(value))
             else:
@@ -72,7 +71,7 @@ def traced_attributes(model: nn.Module) -> Iterator[Callable[[], set[str]]]:
         }  # fmt: skip
 
     seen: set[int] = set()
-    for path, m in modules_of(model).items():
+    for path, m in modules.items():
         prefix = f"{path}." if path else ""
         wrap(vars(m), prefix)
         spaces.append((vars(m), dict(vars(m))))
@@ -91,10 +90,17 @@ def traced_attributes(model: nn.Module) -> Iterator[Callable[[], set[str]]]:
 
 
 _SIZES = frozenset((int, float, tuple, list))
+_INTEGERS = frozenset((int,))
 # What most attributes of modules are: no configurations.
 _PLAIN = frozenset(
     (bool, int, float, str, type(None), tuple, list, dict, set, collections.OrderedDict, TracedInt)
 )
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_numpys(kind: Any) -> bool:
+    """Whether it is an integer of NumPy's."""
+    return issubclass(kind, np.integer)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -219,8 +225,8 @@ def traced_builtins() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def asking_literals(model: nn.Module) -> Iterator[Callable[[], set[str]]]:
-    """While inside, the numbers in the code of the model's classes know that this holds them, and
+def asking_literals(modules: Mapping[str, nn.Module]) -> Iterator[Callable[[], set[str]]]:
+    """While inside, the numbers in the code of the modules' classes know that this holds them, and
     those of functions of their packages that this code names; floats ask what they meet. Gives what
     tells the names of global ones that have been set anew.
 
@@ -234,7 +240,7 @@ def asking_literals(model: nn.Module) -> Iterator[Callable[[], set[str]]]:
         return {name for space, name, _, new in rebound if space.get(name) is not new}
 
     try:
-        for function in _functions(modules_of(model).values()):
+        for function in _functions(modules.values()):
             space = function.__globals__
             for name in global_names(function.__code__):
                 value: Any = space.get(name)

@@ -6,7 +6,7 @@ import dis
 import functools
 from types import CodeType, FrameType
 
-from ..modules.frames import WHERE_RUNS_BEGIN, is_model_code
+from ..modules.frames import WHERE_RUNS_BEGIN, code_of, is_model_code
 
 
 def is_check(frame: FrameType | None, answer: object) -> bool:
@@ -14,11 +14,11 @@ def is_check(frame: FrameType | None, answer: object) -> bool:
     other outcome than an error: ``assert``, or ``if``, with a ``raise``."""
     if frame is None or not isinstance(answer, bool):
         return False
-    if answer not in _checked_at(frame.f_code).get(frame.f_lasti, ()):
+    if answer not in _checked_at(code_of(frame)).get(frame.f_lasti, ()):
         return False
     outer: FrameType | None = frame
     while outer is not None and outer.f_code.co_name != WHERE_RUNS_BEGIN:
-        if is_model_code(outer) and _catches(outer.f_code):
+        if is_model_code(outer) and _catches(code_of(outer)):
             return False
         outer = outer.f_back
     return True

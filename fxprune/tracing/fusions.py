@@ -7,8 +7,9 @@ two runs would give one node a meaning, the longer one does, then the one that s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from torch import fx, nn
@@ -79,58 +80,79 @@ def _matches(trace: Trace) -> Iterator[_Match]:
     Nodes of kind ``same`` (dropout, casts) are passed over. A run that ends in ``output`` ends
     where the model returns.
     """
-    runs = list(registry.runs().items())
-    words: dict[str, list[int]] = {}  # which runs start with a kind or a function's name
-    others: list[int] = []
-    for i, (run, _) in enumerate(runs):
-        (words.setdefault(run[0], []) if isinstance(run[0], str) else others).append(i)
+    words = {node: _words(trace, node) for node in trace.graph.nodes}
+    root = _Runs()
+    for number, (run, pattern) in enumerate(registry.runs().items()):
+        root.add(run, pattern, number)
     for node in trace.graph.nodes:
-        own = {_kind(trace, node)}
-        if "same" in own:
-            continue
-        if node.op in _CALLS:
-            own.add(op_name(node.target))
-        alive = [runs[i] for i in sorted({*others, *(i for w in own for i in words.get(w, ()))})]
         nodes: list[fx.Node] = []
         best: _Match | None = None
-        todo: list[fx.Node] = [node]
+        todo: list[fx.Node] = [] if "same" in words[node] else [node]
+        alive = [root]
         forked = False
         while todo and alive:
             (current,) = todo
-            if _kind(trace, current) != "same":
-                at = len(nodes)
+            if "same" not in words[current]:
                 alive = [
-                    (run, p) for run, p in alive
-                    if len(run) > at and _is(trace, current, run[at])
-                    and (p.shared or not forked)
+                    after for runs in alive for after in runs.after(trace, current, words[current])
+                    if after.shared or not forked
                 ]  # fmt: skip
                 nodes.append(current)
-                for run, made in alive:
-                    if len(run) == len(nodes):
-                        best = _Match(run, made, list(nodes))
+                ends = [
+                    runs.end for runs in alive if runs.end and (runs.end[2].shared or not forked)
+                ]
+                if ends:
+                    _, run, made = max(ends, key=itemgetter(0))
+                    best = _Match(run, made, list(nodes))
             users = [user for user in current.users if not is_size(user)]
             if len(users) > 1:
                 forked = True
-                onward = [
-                    u for u in users
-                    if any(len(r) > len(nodes) and _is(trace, u, r[len(nodes)])
-                           for r, p in alive if p.shared)
+                users = [
+                    user for user in users
+                    if any(after.shared for runs in alive
+                           for after in runs.after(trace, user, words[user]))
                 ]  # fmt: skip
-                users = onward[:1]
             todo = users[:1]
         if best is not None:
             yield best
 
 
+class _Runs:
+    """Registered runs that begin alike, from their next step on."""
+
+    def __init__(self) -> None:
+        self.shared = False  # whether a pattern of one is
+        self.end: tuple[int, tuple[Any, ...], Pattern] | None = None  # of one that has no more
+        self._words: dict[str, _Runs] = {}  # by the next step: a kind, or a function's name
+        self._others: dict[Any, _Runs] = {}  # or a class or a function
+
+    def add(self, run: tuple[Any, ...], pattern: Pattern, number: int) -> None:
+        """Of two that a node fits in the same place, the one with the higher number counts."""
+        step = self
+        for item in run:
+            step = (step._words if isinstance(item, str) else step._others).setdefault(
+                item, _Runs()
+            )
+            step.shared = step.shared or pattern.shared
+        step.end = number, run, pattern
+
+    def after(self, trace: Trace, node: fx.Node, words: Iterable[str]) -> list[_Runs]:
+        """Those whose next step a node is."""
+        found = [self._words[word] for word in words if word in self._words]
+        return found + [runs for item, runs in self._others.items() if _is(trace, node, item)]
+
+
 def _is(trace: Trace, node: fx.Node, wanted: Any) -> bool:
-    """Whether a node is what a run has in this place: a kind, a class or a function."""
-    if isinstance(wanted, str):
-        return _kind(trace, node) == wanted or (
-            node.op in _CALLS and op_name(node.target) == wanted
-        )
+    """Whether a node is a call of a class or a function."""
     if isinstance(wanted, type) and issubclass(wanted, nn.Module):
         return node.op == "call_module" and isinstance(trace.modules[str(node.target)], wanted)
     return node.op == "call_function" and key_of(node.target) == key_of(wanted)
+
+
+def _words(trace: Trace, node: fx.Node) -> set[str]:
+    """What names a node: its kind, and its function's name."""
+    kind = _kind(trace, node)
+    return {kind, op_name(node.target)} if node.op in _CALLS else {kind}
 
 
 def _kind(trace: Trace, node: fx.Node) -> str:

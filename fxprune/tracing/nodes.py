@@ -103,6 +103,14 @@ class Nodes:
             if node.meta["spec"] is None and tree.tensors(value):
                 node.meta["object"] = type(value).__name__
 
+    def call(self, kind: str, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
+        """``graph.create_node``, which would look for symbolic numbers among all arguments."""
+        node = self.graph.create_node(kind, target)
+        node.args = args
+        if kwargs:
+            node.kwargs = kwargs
+        return node
+
     def add(self, node: fx.Node, value: Any) -> fx.Node:
         node.meta["spec"] = spec(value)
         node.meta["call"] = self.running[-1] if self.running else None
@@ -140,6 +148,8 @@ class Nodes:
         """``value`` as an argument of a node: tensors and traced sizes become nodes."""
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
+        if type(value) in (tuple, dict, list):  # as most containers are
+            return tree.rebuild(value, self.argument)
         if isinstance(value, sizes.OWN):
             if not hasattr(value, "origin"):
                 self.given.append(value)
@@ -270,9 +280,8 @@ class Nodes:
         memo = (node, key)
         if memo not in self._memo:
             item = node.meta["spec"][key]
-            self._memo[memo] = self.add(
-                self.graph.call_function(operator.getitem, (node, key)), item
-            )
+            made = self.call("call_function", operator.getitem, (node, key))
+            self._memo[memo] = self.add(made, item)
             self._memo[memo].meta["spec"] = item
         return self._memo[memo]
 
@@ -330,10 +339,10 @@ class Nodes:
 
     def _size_node(self, origin: sizes.Origin) -> fx.Node:
         if isinstance(origin, sizes.Dimension):
-            return self.graph.call_method("size", (origin.source, origin.dim))
+            return self.call("call_method", "size", (origin.source, origin.dim))
         if isinstance(origin, sizes.Operation):
             operands = tuple(self._size(operand) for operand in origin.operands)
-            return self.graph.call_function(origin.function, operands)
+            return self.call("call_function", origin.function, operands)
         if origin.index is None:
             return self._get_attr(origin.name)
         key = ("attribute", origin.name)

@@ -23,25 +23,18 @@ from .trace import Trace
 from .transforms import TRANSFORMS
 
 
-def record(
-    model: nn.Module,
-    example_input: Any,
-    only: Sequence[str | int] | None = None,
-    *,
-    training: bool = False,
-) -> Trace:
+def record(model: nn.Module, example_input: Any, only: Sequence[str | int] | None = None) -> Trace:
     """Run ``model`` once and record it. See :func:`.as_graph.trace`.
 
     Args:
         only: names of the entries of its result that are its outputs; None for all.
-        training: run it in training mode, to see what its code does there.
     """
     try:
-        return _recorded(model, example_input, only, training)
+        return _recorded(model, example_input, only)
     except _Failed as failed:
         error: Any = failed.__cause__
         kind, given = type(model).__name__, describe(example_input)
-        own = error if training else _own_error(model, example_input)
+        own = _own_error(model, example_input)
         if own is None:
             words = _in_a_line(error)
             raise ModelError(f"{kind} runs on {given}, but cannot be recorded: {words}") from error
@@ -50,6 +43,17 @@ def record(
             "model takes: a tensor, a tuple of positional arguments, or a mapping of keyword "
             "arguments."
         ) from error
+
+
+def record_another(
+    model: nn.Module, example_input: Any, only: Any = None, *, training: bool = False
+) -> Trace | None:
+    """A further run of a model, on another input or in ``training`` mode; None where it does not
+    run so."""
+    try:
+        return _recorded(model, example_input, only, training=training)
+    except (_Failed, PruningError):  # code of an earlier pruning refuses other lengths by this one
+        return None
 
 
 def _in_a_line(error: BaseException) -> str:
@@ -73,16 +77,16 @@ def _own_error(model: nn.Module, example_input: Any) -> Exception | None:
     return None
 
 
-def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -> Trace:
+def _recorded(model: nn.Module, example_input: Any, only: Any, *, training: bool = False) -> Trace:
     recorder = Recorder(model)
     with (
         LOCK,
         torch.inference_mode(False),  # or nothing would tell of writes in place
         uncollected(),
         evaluating(model, training=training),
-        traced_attributes(model) as set_anew,
+        traced_attributes(recorder.modules) as set_anew,
         traced_builtins(),
-        asking_literals(model) as rebound,
+        asking_literals(recorder.modules) as rebound,
         recorded_types(),
         caches.passed_by(),
         torch.no_grad(),
@@ -95,7 +99,7 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
     ):
         args, kwargs = bind_inputs(example_input)
         recorder.nodes.placeholders(args, kwargs)
-        empty = empty_attributes(model)
+        empty = empty_attributes(recorder.modules)
         try:
             with recorder, recorder.listening():
                 output = model(*args, **kwargs)
@@ -109,7 +113,7 @@ def _recorded(model: nn.Module, example_input: Any, only: Any, training: bool) -
             recorder.calls[0].output = nodes.handed(output)
         nodes.graph.output(nodes.returned(wanted(model, output, only, training=training)))
         recorder.nodes.let_go()
-        filled = filled_since(model, empty)
+        filled = filled_since(recorder.modules, empty)
         changed = recorder.changed | set_anew() | rebound()
     nodes = recorder.nodes
     tell_apart(recorder.told, nodes.written)

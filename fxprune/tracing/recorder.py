@@ -57,9 +57,9 @@ class Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        modules = modules_of(model)
-        self.nodes = Nodes(model, modules)
-        self._kept = Kept(modules.values())
+        self.modules = modules_of(model)
+        self.nodes = Nodes(model, self.modules)
+        self._kept = Kept(self.modules.values())
         self.calls: list[ModuleCall] = []
         self._contexts: list[tuple[Any, ...]] = []  # those that each call began under
         self.called: set[str] = set()
@@ -67,10 +67,8 @@ class Recorder(TorchFunctionMode):
         self.within: dict[str, fx.Node] = {}  # modules that run beneath a call that is one node
         self._covered: list[str] = []  # those of the call at work
         self.told: list[fx.Node] = []  # calls to which tensors tell numbers
-        self.paths: dict[int, str] = {}
-        for path, m in modules.items():
-            self.paths.setdefault(id(m), path)
-        self._own = {id(m): _tensors(m) for m in modules.values()}
+        self.paths = {id(m): path for path, m in reversed(self.modules.items())}  # the first ones
+        self._own = {id(m): _tensors(m) for m in self.modules.values()}
         self._leaf: dict[int, bool] = {}
         self._by_name: dict[int, bool] = {}
         self._thread = threading.get_ident()  # in which the model runs; others are none of its own
@@ -186,8 +184,7 @@ class Recorder(TorchFunctionMode):
         """Whether a module runs on other tensors than its own (``torch.func.functional_call``)."""
         parts = m.modules() if self.is_leaf(m) and m._modules else [m]
         for part in parts:
-            given, own = _tensors(part), self._own.get(id(part), ())
-            if len(given) != len(own) or not all(map(operator.is_, given, own)):
+            if [*map(id, _tensors(part))] != [*map(id, self._own.get(id(part), ()))]:
                 return True
         return False
 
@@ -400,7 +397,9 @@ class Recorder(TorchFunctionMode):
         setitem = op_name(target) == "setitem"
         if setitem:
             target, known = set_item, for_function(set_item) is not None
-        before = [(t, t._version) for t in tree.tensors((args, kwargs)) if not t.is_inference()]
+        before = [
+            (t, t._version) for t in tree.tensors((*args, *kwargs.values())) if not t.is_inference()
+        ]
         given: list[float] = []
         self.nodes.given = given
         inputs = (self.nodes.argument(args), self.nodes.argument(kwargs))
@@ -427,9 +426,7 @@ class Recorder(TorchFunctionMode):
         if not changed and not tree.tensors(value):
             self._python_reads(target, args, [t for t, _ in before], value)
             return value
-        node = self.nodes.add(
-            self.nodes.graph.create_node(kind, target, *inputs), args[0] if setitem else value
-        )
+        node = self.nodes.add(self.nodes.call(kind, target, *inputs), args[0] if setitem else value)
         frame = frame_of_model()
         node.meta["where"] = line_of(frame)
         node.meta["site"] = site_of(frame)

@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import PruningError
 from ..modules.other_lengths import at_other_lengths
-from .record import record
+from .record import record_another
 from .trace import Trace
 
 
 class OtherRuns:
-    """Each is made once, when it is asked for. See :func:`~fxprune.tracing.record.record`."""
+    """Each is made once, when it is asked for: :func:`~fxprune.tracing.record.record_another`."""
 
     def __init__(self, model: nn.Module, example_input: Any, only: Any = None) -> None:
         self._model, self._example, self._only = model, example_input, only
@@ -23,17 +22,12 @@ class OtherRuns:
     @cached_property
     def training(self) -> Trace | None:
         """In training mode; None where the model does not run so."""
-        return self._run(self._example, training=True)
+        return record_another(self._model, self._example, self._only, training=True)
 
     @cached_property
     def lengths(self) -> list[Trace]:
         """With another batch, and with each other length that the input has and the model takes
         another of."""
-        runs = map(self._run, at_other_lengths(self._example))
+        inputs = at_other_lengths(self._example)
+        runs = (record_another(self._model, each, self._only) for each in inputs)
         return [run for run in runs if run is not None]
-
-    def _run(self, example: Any, *, training: bool = False) -> Trace | None:
-        try:
-            return record(self._model, example, self._only, training=training)
-        except PruningError:  # code of an earlier pruning refuses other lengths by this one
-            return None

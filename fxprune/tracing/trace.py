@@ -16,9 +16,10 @@ from ..modules.filled import Empty
 from ..modules.inspecting import (
     computed_by_hook,
     modules_of,
+    own_tensors,
+    parts_of,
     read_attribute,
     tensor_names,
-    tensors_of,
 )
 from ..rules import registry, sizes
 from ..rules.pattern_types import Pattern
@@ -154,7 +155,7 @@ class Trace:
 
     def on(self, model: nn.Module) -> Trace:
         """The same run, with the tensors of another model of its kind."""
-        return replace(self, model=model, kept_whole=[])
+        return self if model is self.model else replace(self, model=model, kept_whole=[])
 
     def graph_module(self, graph: fx.Graph | None = None) -> fx.GraphModule:
         """The trace, or another form of its graph, as a module of its own that shares the model's
@@ -165,7 +166,12 @@ class Trace:
         """The parameter, buffer or attribute that a ``get_attr`` node reads."""
         path, _, key = name.rpartition(".")
         owner = self.modules.get(path)
-        return read_attribute(self.model, name) if owner is None else read_attribute(owner, key)
+        if owner is None:
+            return read_attribute(self.model, name)
+        for own in (owner._parameters, owner._buffers):  # as most are
+            if key in own:
+                return own[key]
+        return read_attribute(owner, key)
 
 
 def is_size(value: Any) -> bool:
@@ -187,7 +193,9 @@ def uses_of(trace: Trace) -> dict[str, set[fx.Node]]:
         if node.op == "get_attr":
             found.setdefault(str(node.target), set()).update(node.users)
         elif node.op == "call_module":
-            for tensor in tensors_of(trace.model.get_submodule(str(node.target))).values():
+            for tensor in (
+                t for m in parts_of(trace.modules[str(node.target)]) for t in own_tensors(m)
+            ):
                 found.setdefault(trace.names.get(id(tensor), ""), set()).add(node)
     return found
 

@@ -46,7 +46,7 @@ class Kept:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._kept = [
             (name, value) for module in modules for name, value in vars(module).items()
-            if isinstance(value, (list, dict, set, deque)) and name not in OF_TORCH
+            if name not in OF_TORCH and isinstance(value, (list, dict, set, deque))
             and not (value and all(type(item) is int for item in value))  # sizes
         ]  # fmt: skip
         self._seen = self._inside()
