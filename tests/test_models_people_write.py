@@ -369,3 +369,14 @@ def test_a_width_that_is_a_tensor_is_no_weight_that_a_hook_computes():
     net[2].in_features = torch.tensor(8)
     plan, small = check(net, rows())
     assert small[2].weight.shape == (4, 4) and small[2].in_features == 4
+
+
+def test_tuples_of_a_class_that_has_no_length():
+    class Pair(tuple):
+        def __len__(self):
+            raise NotImplementedError
+
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    net[0].kinds = (Pair((1, "a")), Pair((2, "b")))
+    plan, small = check(net, rows())
+    assert small[0].out_features == 4

@@ -47,7 +47,8 @@ def inside(value: Any) -> list[Any]:
         return [*(t for of in own for t in of.values()), *(v for _, v in attributes_of(value))]
     if isinstance(value, dict):
         return list(value.values())
-    return list(value) if isinstance(value, (list, tuple, set, frozenset)) else []
+    plain = isinstance(value, (list, tuple, set, frozenset))
+    return list(iter(value)) if plain else []  # by no length: the class may have one of its own
 
 
 def content(cell: types.CellType) -> list[Any]:
