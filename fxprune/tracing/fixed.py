@@ -146,9 +146,17 @@ def _held_by(module: nn.Module) -> Iterator[float]:
         elif type(value) is dict:
             found += value.values()
     for function in functions_near(module):
-        found += [c.cell_contents for c in function.__closure__ or () if c != CellType()]
+        if not _sets_variables(function.__code__):
+            found += [c.cell_contents for c in function.__closure__ or () if c != CellType()]
         found += _in_steps(function.__code__)
     return (value for value in found if type(value) in (int, float))
+
+
+@functools.lru_cache(maxsize=1024)
+def _sets_variables(code: CodeType) -> bool:
+    """Whether a function sets variables of the one around it: it may count with them."""
+    steps = dis.get_instructions(code) if code.co_freevars else ()
+    return any(s.opname == "STORE_DEREF" and s.argval in code.co_freevars for s in steps)
 
 
 @functools.lru_cache(maxsize=1024)
