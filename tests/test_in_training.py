@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import fxprune
 from fxprune.tracing.flags import chooses_numbers, hands_mode_on
-from fxprune.tracing.record import record
+from fxprune.tracing.record import record_another
 
 from .oracle import awake, check
 from .test_constructs import ShuffleDown, ShuffleUnit
@@ -264,7 +264,7 @@ def test_a_model_that_does_the_same_in_training_mode_is_not_run_there(monkeypatc
         raise AssertionError(named)
 
     net = nn.Sequential(Dropping(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), nn.Conv2d(8, 5, 3))
-    monkeypatch.setattr("fxprune.tracing.runs.record", runs)
+    monkeypatch.setattr("fxprune.tracing.runs.record_another", runs)
     assert fxprune.plan(awake(net), images()).apply(net)[1].in_channels == 4
 
 
@@ -290,9 +290,9 @@ class Paths(nn.Module):
 ])  # fmt: skip
 def test_what_drops_paths_costs_no_run_unless_it_holds_a_width(factor, width, runs, monkeypatch):
     made = []
-    record = fxprune.tracing.runs.record
+    record = fxprune.tracing.runs.record_another
     monkeypatch.setattr(
-        "fxprune.tracing.runs.record", lambda *a, **k: made.append(k) or record(*a, **k)
+        "fxprune.tracing.runs.record_another", lambda *a, **k: made.append(k) or record(*a, **k)
     )
     net = nn.Sequential(nn.Conv2d(3, 8, 3), Paths(factor, width), nn.Conv2d(8, 5, 3))
     small = fxprune.plan(awake(net), images()).apply(net)
@@ -366,9 +366,9 @@ def test_a_run_in_training_mode_is_made_where_it_may_tell_something(kind, runs, 
 
     def counted(*args, training=False, **settings):
         made.extend([1] * training)
-        return record(*args, training=training, **settings)
+        return record_another(*args, training=training, **settings)
 
-    monkeypatch.setattr("fxprune.tracing.runs.record", counted)
+    monkeypatch.setattr("fxprune.tracing.runs.record_another", counted)
     x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     model = awake(kind())
     small = fxprune.prune(model, x)
