@@ -531,3 +531,33 @@ def test_one_that_is_the_same_in_every_run_is(change):
     plan = fxprune.plan(model, x, bias="propagate")
     assert plan.notes == []
     assert any(shift.path == "c" for shift in plan.folds(model).shifts)
+
+
+class Steps(nn.Module):
+    """The same layers at each step of a sequence."""
+
+    def __init__(self, unbinds):
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.unbinds = unbinds
+
+    def forward(self, x):
+        found = []
+        if self.unbinds:
+            for step in x.unbind(1):
+                found.append(self.b(torch.sigmoid(self.a(step))))
+        else:
+            for t in range(x.shape[1]):
+                found.append(self.b(torch.sigmoid(self.a(x[:, t]))))
+        return self.out(torch.stack(found, 1))
+
+
+@pytest.mark.parametrize("unbinds", [False, True])
+def test_a_loop_over_a_length_keeps_the_constants_of_calls_that_do_not_hang_on_each_other(unbinds):
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    net = awake(Steps(unbinds))
+    for steps in (1, 3):
+        plan, small = check(net, x[:, :steps])
+        assert bool(plan.notes) == (steps == 1)  # how a second step would go on nobody has seen
+        for n in range(1, 6):
+            assert difference([plan.mask(net)(x[:, :n])], [small(x[:, :n])]) < 1e-9

@@ -11,10 +11,12 @@ from types import CodeType, FrameType
 import torch
 
 REWRITTEN = "<rewritten by fxprune"  # file of a forward that an earlier pruning has written
+_OURS = f"{Path(__file__).parents[1]}/"
+_LAYERS = f"{Path(torch.nn.modules.__file__).parent}/"
 # Nothing in a frame of these folders is the user's own code.
 _LIBRARY = (
     f"{Path(torch.__file__).parent}/",
-    f"{Path(__file__).parents[1]}/",
+    _OURS,
     contextlib.__file__,
     "<",
 )
@@ -61,6 +63,14 @@ def frame_of_model() -> FrameType | None:
     return _of_model(sys._getframe(1))
 
 
+def frame_that_asks() -> FrameType | None:
+    """The innermost frame that is not ours; it may be PyTorch's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return frame
+
+
 def caller_of(frame: FrameType) -> FrameType | None:
     """The frame of the model's code that has called this one."""
     return _of_model(frame.f_back)
@@ -70,6 +80,11 @@ def _of_model(frame: FrameType | None) -> FrameType | None:
     while frame is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def is_in_torchs_layer(frame: FrameType | None) -> bool:
+    """Whether it is the code of a layer of PyTorch's, which makes the same calls in every run."""
+    return frame is not None and frame.f_code.co_filename.startswith(_LAYERS)
 
 
 def is_model_code(frame: FrameType) -> bool:

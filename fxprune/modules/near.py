@@ -6,7 +6,7 @@ import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from types import CellType, CodeType, FunctionType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodWrapperType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -67,10 +67,17 @@ def near(
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     for value in (*vars(module).values(), *hooks):
         held: Any = type(value)
-        if inspect.isroutine(value):
+        if _is_routine(held):
             yield from of_function(value, package_of(cls))
         elif not isinstance(value, nn.Module) and package_of(held) == package_of(cls):
             yield from of_class(held)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_routine(kind: type) -> bool:
+    """``inspect.isroutine`` of what is of this type."""
+    of_c = issubclass(kind, (BuiltinFunctionType, MethodWrapperType))
+    return of_c or (hasattr(kind, "__get__") and not hasattr(kind, "__set__"))
 
 
 def functions_near(module: nn.Module) -> Iterator[FunctionType]:

@@ -95,10 +95,10 @@ class Algebra(Meanings):
             fixed is not None and not fixed.is_sure(node, self.is_free_size)
         )
 
-    def is_chosen(self, call: Call) -> bool:
-        """Whether another run may have another call there."""
-        fixed = self.trace.fixed
-        return fixed is not None and fixed.is_chosen(self._recorded(call), self.is_free_size)
+    def may_read_others(self, call: Call) -> bool:
+        """Whether a call may read other constants in another run."""
+        fixed, node = self.trace.fixed, self._recorded(call)
+        return fixed is not None and fixed.is_chosen(node, self.is_free_size, reads=True)
 
     def _recorded(self, call: Call) -> fx.Node:
         """The call of the model's that a call is, or is beneath."""

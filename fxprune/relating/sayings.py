@@ -324,7 +324,7 @@ class Sayings(Walk):
                 constant = other.says(weight.dims)
                 constant = constant.expand(len(constant), *sizes)
                 no_sink = isinstance(call.spec, Spec) and call.spec.dtype.is_complex
-                if no_sink or self.is_chosen(call):
+                if no_sink or self.may_read_others(call):
                     constant = _zero_or_nan(constant == 0)
                 around = border or ("padding" if other.border else "")
                 arrive = other.over(weight.dims).expand(sizes)

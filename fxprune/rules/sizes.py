@@ -55,7 +55,8 @@ class Question:
     operands: tuple[Any, ...]
     answer: Any
     where: str = ""  # file and line
-    site: Any = None  # the code that asked, and the place of its instruction
+    site: Any = None  # the model's code that asked, and the place of its instruction
+    asked_at: Any = None  # the same of the code that asked for it: it may be PyTorch's
     only_checks: bool = False  # another answer would have been an error
     index: int = 0  # of the next node
     callers: tuple[Any, ...] = ()  # codes that have called the one that asked, in the same module

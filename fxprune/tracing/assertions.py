@@ -60,6 +60,24 @@ def _computing(code: CodeType) -> frozenset[int]:
     return frozenset(found)
 
 
+def is_looped_over(site: tuple[CodeType, int]) -> bool:
+    """Whether what is asked at a place in code is the range of a loop."""
+    steps, at = _steps(site[0])
+    behind = at.get(site[1], len(steps)) + 1
+    return behind < len(steps) and steps[behind].opname == "GET_ITER"
+
+
+def is_in_loop(site: tuple[CodeType, int] | None) -> bool:
+    """Whether a loop over something runs what is at a place in code."""
+    return site is not None and any(start < site[1] < end for start, end in _loops(site[0]))
+
+
+@functools.lru_cache(maxsize=256)
+def _loops(code: CodeType) -> list[tuple[int, int]]:
+    steps, _ = _steps(code)
+    return [(step.offset, step.argval) for step in steps if step.opname == "FOR_ITER"]
+
+
 def _place(steps: list[dis.Instruction], at: int) -> int:
     return steps[at].offset if at < len(steps) else -1
 

@@ -13,14 +13,14 @@ import functools
 from collections.abc import Callable, Iterator
 from itertools import chain
 from types import CellType, CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 
 from ..modules.near import functions_near, package_of, within
 from ..rules import sizes
 from .asking_again import parts_by_size
-from .assertions import ends_otherwise, may_compute
+from .assertions import ends_otherwise, is_in_loop, is_looped_over, may_compute
 from .trace import Trace
 
 IsFree = Callable[[sizes.Dimension], bool]  # whether a size is no width: other inputs have others
@@ -31,6 +31,23 @@ _MODES = frozenset(("is_grad_enabled", "requires_grad", "grad_fn", "is_leaf", "i
                     "is_inference_mode_enabled"))  # fmt: skip
 
 
+class _Asked(NamedTuple):
+    """What code has asked."""
+
+    at: int  # the index of the next node
+    read: list[sizes.Dimension] | None  # the sizes; None: values, or what the run has changed
+    often: bool = False  # how often a loop runs, or of how many parts, which were several
+    beneath: bool = False  # all calls beneath the code, too, hang on the answer
+
+    def of(self, is_free: IsFree) -> bool:
+        """Whether other inputs may have another answer."""
+        return self.read is None or any(map(is_free, self.read))
+
+
+def _place(node: fx.Node) -> Any:
+    return node.meta.get("call"), node.meta.get("site")
+
+
 class Fixed:
     """Of the calls of a trace."""
 
@@ -38,15 +55,20 @@ class Fixed:
         self._trace = trace
         self._sure: dict[fx.Node, bool] = {}
         self._held: dict[str, set[float]] = {}
-        # By code: before which node it asked, of what, and whether all beneath it hangs on that.
-        self._asked: dict[int, list[tuple[int, list[sizes.Dimension] | None, bool]]] = {}
+        self._apart: dict[fx.Node, bool] = {}  # by the first of the calls that a loop makes
+        self._asked: dict[int, list[_Asked]] = {}  # by the id of the code that asked
+        self._made: dict[Any, list[fx.Node]] = {}  # the calls by the place in code that makes them
+        for node in trace.graph.nodes:
+            self._made.setdefault(_place(node), []).append(node)
         for call in trace.calls:
             for question in (*call.read_in, *call.questions):
                 self._note_question(question)
         for node in trace.graph.nodes:
             size = parts_by_size(trace, node) if "site" in node.meta else None
             if size is not None:
-                self._note(node.meta["site"][0], node.meta["index"], [size], False)
+                several = size.source.meta["spec"].shape[size.dim] > 1
+                asked = _Asked(node.meta["index"], [size], often=several)
+                self._note(node.meta["site"][0], asked)
         running = {id(c): c for node in trace.graph.nodes for c in node.meta.get("codes", ())}
         for code in running.values():  # what a generator asks, its function goes by
             inside = [self._asked.get(id(c), []) for c in within(code) if c is not code]
@@ -54,7 +76,7 @@ class Fixed:
                 self._asked[id(code)] = [*self._asked.get(id(code), []), *chain(*inside)]
 
     def _note_question(self, question: sizes.Question) -> None:
-        if question.site is None or question.only_checks or ends_otherwise(question.site):
+        if question.site is None or question.only_checks or ends_otherwise(question.asked_at):
             return
         made_of = [origin for operand in question.operands for origin in sizes.origins(operand)]
         read = [origin for origin in made_of if isinstance(origin, sizes.Dimension)]
@@ -64,15 +86,14 @@ class Fixed:
         if not alone and not read:
             return
         # How often a loop runs says nothing of what it calls.
-        chooses, by = question.function not in sizes.LOSING, None if alone else read
-        self._note(question.site[0], question.index, by, chooses)
+        lost, by = question.function in sizes.LOSING, None if alone else read
+        often = lost and question.answer > 1 and is_looped_over(question.site)
+        self._note(question.site[0], _Asked(question.index, by, often=often, beneath=not lost))
         for code in question.callers if may_compute(question.site) else ():
-            self._note(code, question.index, by, False)  # of what they are given back
+            self._note(code, _Asked(question.index, by))  # of what they are given back
 
-    def _note(
-        self, code: CodeType, index: int, read: list[sizes.Dimension] | None, beneath: bool
-    ) -> None:
-        self._asked.setdefault(id(code), []).append((index, read, beneath))
+    def _note(self, code: CodeType, asked: _Asked) -> None:
+        self._asked.setdefault(id(code), []).append(asked)
 
     def is_sure(self, node: fx.Node, is_free: IsFree) -> bool:
         """Whether a call, and all the plain numbers that it is given, are the same in every run."""
@@ -80,22 +101,42 @@ class Fixed:
             self._sure[node] = not self.is_chosen(node, is_free) and self._are_sure(node, is_free)
         return self._sure[node]
 
-    def is_chosen(self, node: fx.Node, is_free: IsFree) -> bool:
-        """Whether another run may have another call in its place."""
-        at = node.meta.get("index", 0)
-        return any(
-            self._chooses(code, at, is_free, inside=i == 0)
-            for i, code in enumerate(node.meta.get("codes", ()))
-        )
+    def is_chosen(self, node: fx.Node, is_free: IsFree, *, reads: bool = False) -> bool:
+        """Whether another run may have another call in its place; of a call that ``reads``
+        constants with a weight, whether it may read others."""
+        codes = node.meta.get("codes", ())
+        return any(self._chooses(c, node, is_free, i == 0, reads) for i, c in enumerate(codes))
 
-    def _chooses(self, code: CodeType, before: int, is_free: IsFree, *, inside: bool) -> bool:
+    def _chooses(
+        self, code: CodeType, node: fx.Node, is_free: IsFree, inside: bool, reads: bool
+    ) -> bool:
+        """Whether ``code``, which makes a call (``inside``) or calls what makes it, has another in
+        its place in another run."""
         names = code.co_names
         if not self._trace.changed.isdisjoint(names) or (inside and not _MODES.isdisjoint(names)):
             return True
         return any(
-            index <= before and (beneath or inside) and (read is None or any(map(is_free, read)))
-            for index, read, beneath in self._asked.get(id(code), ())
+            asked.at <= node.meta["index"]
+            and (asked.beneath or inside)
+            and asked.of(is_free)
+            and not (asked.often and self._is_beside_loops(node, reads))
+            for asked in self._asked.get(id(code), ())
         )
+
+    def _is_beside_loops(self, node: fx.Node, reads: bool) -> bool:
+        """Whether it is nothing to a call how often loops run that have run several times: they do
+        not make it; or each time it goes by itself, or ``reads`` what it has to read every time."""
+        alike = self._made[_place(node)]
+        if len(alike) == 1 or reads:
+            return len(alike) > 1 or not is_in_loop(node.meta.get("site"))
+        if alike[0] not in self._apart:
+            behind, waiting = set[fx.Node](), list(alike)
+            while waiting:
+                found = waiting.pop().users.keys() - behind
+                behind |= found
+                waiting += found
+            self._apart[alike[0]] = behind.isdisjoint(alike)
+        return self._apart[alike[0]]
 
     def _are_sure(self, node: fx.Node, is_free: IsFree) -> bool:
         given = node.meta.get("given", ())
@@ -106,8 +147,7 @@ class Fixed:
             elif isinstance(each, sizes.Dimension):
                 unsure = is_free(each)
             else:  # of code that may choose between those that it holds
-                asked = (read for _, read, _ in self._asked.get(each, ()))
-                unsure = any(read is None or any(map(is_free, read)) for read in asked)
+                unsure = any(asked.of(is_free) for asked in self._asked.get(each, ()))
             if unsure:
                 return False
         unheld = {n for n, held in zip(given, holding, strict=True) if held is None}

@@ -23,7 +23,16 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelError
 from ..modules import tree
-from ..modules.frames import codes_of, frame_of_model, is_model_code, line_of, site_of, where
+from ..modules.frames import (
+    codes_of,
+    frame_of_model,
+    frame_that_asks,
+    is_in_torchs_layer,
+    is_model_code,
+    line_of,
+    site_of,
+    where,
+)
 from ..modules.hooks import HooksAct, call_hooked, call_watched
 from ..modules.inspecting import is_torchs_layer, modules_of
 from ..modules.source import is_message
@@ -106,8 +115,8 @@ class Recorder(TorchFunctionMode):
         codes = codes_of(frame)
         callers = codes[1 : len(codes) - self.calls[self.nodes.running[-1]].depth]
         return sizes.Question(
-            function, operands, answer, line_of(frame), site_of(frame), is_check(frame, answer),
-            self.nodes.count, callers,
+            function, operands, answer, line_of(frame), site_of(frame), site_of(frame_that_asks()),
+            is_check(frame, answer), self.nodes.count, callers,
         )  # fmt: skip
 
     # -- calls --------------------------------------------------------------------------------
@@ -458,7 +467,7 @@ class Recorder(TorchFunctionMode):
             running = () if is_check(frame, value) else self.nodes.running
             for i in running:
                 self.calls[i].reads_data = True
-            for i in running[-1:]:
+            for i in () if is_in_torchs_layer(frame_that_asks()) else running[-1:]:
                 self.calls[i].read_in.append(self._question(frame, bool, (), value))
             for t in given:
                 self.nodes.escapes(t, op_name(target))
