@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+from collections.abc import Callable
 from types import CodeType, FrameType
 
 from ..modules.frames import WHERE_RUNS_BEGIN, code_of, is_model_code
@@ -32,13 +33,22 @@ def ends_otherwise(site: tuple[CodeType, int] | None) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _guards(code: CodeType) -> frozenset[int]:
+    return _asked(code, lambda steps, here, there: (
+        _raises(steps, here, there) or _raises(steps, there, here)
+    ))  # fmt: skip
+
+
+def _asked(
+    code: CodeType, fits: Callable[[list[dis.Instruction], int, int], bool]
+) -> frozenset[int]:
+    """The places of the conditions in code that fit: ``fits(steps, here, there)`` gets the steps,
+    the one behind the condition and the one that it leads to otherwise."""
     steps, at = _steps(code)
     found = set()
     for i, step in enumerate(steps):
-        if "JUMP" in step.opname and "_IF_" in step.opname:
-            target = at.get(step.argval, len(steps))
-            if _raises(steps, i + 1, target) or _raises(steps, target, i + 1):
-                found |= {asked.offset for asked in steps[max(i - 1, 0) : i + 1]}
+        condition = "JUMP" in step.opname and "_IF_" in step.opname
+        if condition and fits(steps, i + 1, at.get(step.argval, len(steps))):
+            found |= {asked.offset for asked in steps[max(i - 1, 0) : i + 1]}
     return frozenset(found)
 
 
@@ -50,14 +60,9 @@ def may_compute(site: tuple[CodeType, int]) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _computing(code: CodeType) -> frozenset[int]:
-    steps, at = _steps(code)
-    found = set()
-    for i, step in enumerate(steps):
-        if "JUMP" in step.opname and "_IF_" in step.opname:
-            skipped = steps[i + 1 : at.get(step.argval, len(steps))]
-            if any(each.opname.startswith(("CALL", "BINARY_OP")) for each in skipped):
-                found |= {asked.offset for asked in steps[max(i - 1, 0) : i + 1]}
-    return frozenset(found)
+    return _asked(code, lambda steps, here, there: any(
+        each.opname.startswith(("CALL", "BINARY_OP")) for each in steps[here:there]
+    ))  # fmt: skip
 
 
 def is_looped_over(site: tuple[CodeType, int]) -> bool:
