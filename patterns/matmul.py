@@ -203,7 +203,7 @@ def times(a, call, left, right, out):
 def roles(a, call, value, term, terms, right):
     """A parameter's letters that are summed with the other operand are read, the free ones made.
     Those that one axis of the other lies over have one, too."""
-    if not isinstance(value, Named) or value.name in a.trace.together:
+    if not isinstance(value, Named) or a.lies_together(value):
         return a.channels(value)
     others = {c for other in terms if other is not term for c in other}
     joined = next((run for run in runs_over(call, terms, term) if set(run) <= set(term)), "")

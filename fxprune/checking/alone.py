@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from ..relating.discover import Discover
+from ..relating.first_walk import FirstWalk
 from ..rules.call import leaves, map_specs, rigid
 from ..rules.channels import Axis, Channels
 from ..rules.spec import Spec
 from ..tracing.trace import Trace
 
 
-class Free(Discover):
+class Free(FirstWalk):
     """One node whose arguments have channels along every dimension: what its pattern says."""
 
     def __init__(self, trace: Trace, node: fx.Node) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
@@ -25,6 +26,7 @@ from ..relating.unreached import beside_unreached
 from ..rules.pattern_types import Pattern
 from ..rules.registry import as_patterns, every, scope
 from ..tracing import fusions
+from ..tracing.cuts import Cuts
 from ..tracing.fixed import Fixed
 from ..tracing.record import record
 from ..tracing.runs import OtherRuns
@@ -177,7 +179,7 @@ def make_plan(
     registered = scope(*as_patterns(patterns), override=True)
     with registered, uncollected(), _naming_patterns(), parametrized(model):
         trace = record(model, example_input, settings.outputs)
-        trace.attention = settings.attention
+        trace.cuts = Cuts(settings.attention)
         found = fusions.find(trace)  # before the first walk: they give nodes another meaning
         drawn = settings.bias == "expected" and trace.calls_any("norm")
         telling = Telling(settings.bias == "drop", masked, drawn)
@@ -198,7 +200,8 @@ def make_plan(
             try:
                 return chooser.plan()
             except StayAround as stuck:
-                trace.stay_around.update(dict.fromkeys(stuck.calls, stuck.reason))
+                around = {**trace.cuts.around, **dict.fromkeys(stuck.calls, stuck.reason)}
+                trace.cuts = replace(trace.cuts, around=around)
 
 
 @contextlib.contextmanager

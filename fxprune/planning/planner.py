@@ -90,7 +90,7 @@ class Planner:
         self.scores: dict[int, np.ndarray] = {}
         self.notes: list[tuple[str, str]] = [
             (node_name(node), f"the slices that it puts around channels stay: {reason}")
-            for node, reason in trace.stay_around.items()
+            for node, reason in trace.cuts.around.items()
         ]
         size = int(relations.classes.max()) + 1 if len(relations.classes) else 1
         self.removed = np.zeros(size, dtype=bool)

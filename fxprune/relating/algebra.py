@@ -61,9 +61,13 @@ class Algebra(Meanings):
     def channels(self, value: Any) -> Channels:
         """A value as Channels; a parameter used bare gets an axis on each dimension."""
         if isinstance(value, Named):
-            together = self.trace.together.get(value.name)
+            together = self.trace.cuts.together.get(value.name)
             return self._by_itself(value, [together] if together else [])
         return value
+
+    def lies_together(self, value: Named) -> bool:
+        """Whether one axis of a parameter that is used bare lies over several of its dimensions."""
+        return value.name in self.trace.cuts.together
 
     def _by_itself(self, value: Named, together: Sequence[tuple[int, ...]]) -> Channels:
         """A parameter used bare, with an axis on each dimension, or over several ``together``."""
@@ -167,7 +171,7 @@ class Algebra(Meanings):
     def _bare(self, value: Named, others: Sequence[Channels]) -> Channels:
         """A parameter used bare: an axis on each dimension, but one over those that an axis of what
         it meets lies on together (a vector for every head)."""
-        if value.name in self.trace.together:
+        if self.lies_together(value):
             return self.channels(value)
         shape = value.spec.shape
         rank = max([len(x.shape) for x in others], default=0)
@@ -495,7 +499,7 @@ class Algebra(Meanings):
 
     def are_tied(self, call: Call) -> bool:
         """Whether tensors that ``call`` stacks are to have the same channels."""
-        return call.node in self.trace.tied
+        return call.node in self.trace.cuts.tied
 
     def kernel(self, call: Call, weight: Any, dims: Iterable[int]) -> Any:
         """A weight, as it is along ``dims``, which are positions."""

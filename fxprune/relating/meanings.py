@@ -26,7 +26,7 @@ Decisions = dict[fx.Node, list[Any]]
 class Meanings:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.attention = trace.attention
+        self.attention = trace.cuts.attention
         self.decisions: Decisions = {}
         self._asked: dict[fx.Node, int] = {}
 
@@ -119,12 +119,12 @@ class Meanings:
         """Whether ``weight`` is to be cut as that of a grouped convolution: each group makes slices
         of its own, along ``made``, and reads its own run of ``x`` along ``dims``, and keeps as many
         as the others. Else whole groups go, or the same slices of each."""
-        return self.trace.grouped.get(call.node, False)
+        return self.trace.cuts.grouped.get(call.node, False)
 
     def is_sliced(self, call: Call, axis: Axis) -> bool:
         """Whether slices of each head are to go, where ``call`` sums over those of a cut axis, and
         not whole heads."""
-        return self.attention == "head_dim" or self.trace.sliced.get(call.node, False)
+        return self.attention == "head_dim" or self.trace.cuts.sliced.get(call.node, False)
 
     def stacked(self, call: Call, axis: Axis, dim: int) -> None:
         """``axis`` holds what ``call`` put together along ``dim``, each part with channels of its

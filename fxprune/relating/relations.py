@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,14 @@ class Note:
     where: str
     line: str = ""
     node: fx.Node | None = None
+
+
+class Stays(NamedTuple):
+    """Slices of a parameter's axis that stay, and why."""
+
+    key: tuple[str, tuple[int, ...], tuple[int, ...]]
+    slices: np.ndarray
+    reason: str
 
 
 @dataclass

@@ -21,12 +21,13 @@ from ..modules.near import codes_near, codes_of_forward, constants_near, names_i
 from ..rules.channels import SourceAxis
 from ..tracing import fusions
 from ..tracing.comparing import differing
+from ..tracing.cuts import Cuts
 from ..tracing.flags import chooses_numbers, hands_mode_on, is_off, may_read_mode
 from ..tracing.runs import OtherRuns
 from ..tracing.trace import ModuleCall, Trace, uses_of
-from .discover import Stays, discover
+from .discover import discover
 from .groups import note_for
-from .relations import Relations
+from .relations import Relations, Stays
 
 ALONE = "in training mode alone"
 
@@ -69,7 +70,7 @@ class InTraining:
         own = left & set(uses_of(training)) - (_unused(training) & set(uses_of(trace)))
         if not own and _same_calls(trace, training):
             return set(), None
-        training.attention = trace.attention
+        training.cuts = Cuts(trace.cuts.attention)
         fusions.find(training)
         return own, discover(training)
 

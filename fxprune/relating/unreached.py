@@ -13,8 +13,7 @@ from torch import nn
 from ..modules.inspecting import dotted
 from ..rules import sizes
 from ..tracing.trace import Trace
-from .discover import Stays
-from .relations import Relations
+from .relations import Relations, Stays
 
 
 def beside_unreached(trace: Trace, relations: Relations) -> list[Stays]:

@@ -23,6 +23,7 @@ from ..modules.inspecting import (
 )
 from ..rules import registry, sizes
 from ..rules.pattern_types import Pattern
+from .cuts import Cuts
 
 
 class CannotRewrite(Exception):
@@ -73,18 +74,9 @@ class Trace:
     filled: Empty = field(default_factory=dict)  # attributes that the run put tensors in
     # Paths of modules that ran beneath a call that nobody has a pattern for.
     within: dict[str, fx.Node] = field(default_factory=dict)
-    attention: str = "heads"  # how it is cut: whole heads, or slices of each ("head_dim")
+    cuts: Cuts = field(default_factory=Cuts, repr=False)
     # Tensors of leaf modules as values of the algebra, as far as they have been asked for.
     members: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)
-    # Dimensions of a tensor, by its name, that one axis lies over where code uses it by itself.
-    together: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
-    tied: set[fx.Node] = field(default_factory=set, repr=False)  # stacks of the same channels
-    # Whether products with a stack of matrices are those of groups of channels.
-    grouped: dict[fx.Node, bool] = field(default_factory=dict, repr=False)
-    # Whether sums over slices of heads keep equally many of each, where heads cannot go.
-    sliced: dict[fx.Node, bool] = field(default_factory=dict, repr=False)
-    # Calls that put slices around channels, where these have to stay, and why.
-    stay_around: dict[fx.Node, str] = field(default_factory=dict, repr=False)
     changed: set[str] = field(default_factory=set)  # names of attributes that the run has set anew
     fixed: Any = field(default=None, repr=False)  # Fixed: what is the same in every run
     _tensor_names: dict[str, list[str]] = field(default_factory=dict, repr=False)
