@@ -48,7 +48,7 @@ def level(a, call):
     return a.levelled(x, y)
 
 
-@register("sum", "nansum", "prod", "any", "all", "count_nonzero")
+@register("sum", "nansum", "prod", "any", "all", "count_nonzero", kind="sum")
 def total(a, call):
     """y = Σ x, or Π x, over dimensions."""
     return reduce(a, call)
@@ -60,13 +60,13 @@ def checked(a, call):
     return Channels(call.shape)
 
 
-@register("logsumexp")
+@register("logsumexp", kind="sum")
 def logsumexp(a, call):
     """y = log Σ exp(x) over dimensions: of zeros it is none."""
     return a.forget(reduce(a, call))
 
 
-@register("norm", "linalg_vector_norm", "vector_norm")
+@register("norm", "linalg_vector_norm", "vector_norm", kind="sum")
 def norm(a, call):
     """y = (Σ |x|^p)^(1/p) over dimensions."""
     return reduce(a, call, 2, 3)
@@ -90,7 +90,7 @@ def cosine(a, call):
     return a.reduce(call, product, [dim], False)
 
 
-@register("var", "std", "var_mean", "std_mean")
+@register("var", "std", "var_mean", "std_mean", kind="sum")
 def spread(a, call):
     """y = variance or deviation of x over dimensions."""
     return reduce(a, call, 1, 3)

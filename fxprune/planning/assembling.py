@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import ParametrizationList
 
 from ..code import Borrowed
 from ..errors import warn
@@ -21,6 +20,7 @@ from ..rules.probe import probed
 from ..rules.sizes import Attribute, origins
 from . import configs
 from .pruning_plan import ChannelGroup, PruningPlan
+from .skipped import skipped
 from .width_attributes import announced
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ def assemble(planner: Planner, mended: Mended) -> PruningPlan:
         _example_input=planner.example_input,
         _units=[g.units for g in planner.groups if not g.frozen and g.producers],
     )
-    result.skipped = _skipped(planner, result)
+    shown = list(zip(planner.groups, result.groups, strict=True))
+    result.skipped = skipped(planner.trace, planner.relations, shown, set(result.kept))
     read = {str(n.target) for n in planner.trace.graph.nodes if n.op == "get_attr"}
     asked = (o for call in planner.trace.calls for q in call.questions for o in q.operands)
     read.update(o.name for number in asked for o in origins(number) if isinstance(o, Attribute))
@@ -152,54 +153,3 @@ def _channel_group(planner: Planner, group: groups.Group) -> ChannelGroup:
         line=group.line,
         carriers=torch.from_numpy(np.flatnonzero(planner.carriers[units])),
     )
-
-
-def _skipped(planner: Planner, result: PruningPlan) -> list[tuple[str, str]]:
-    """Layers with weights that keep every output channel, and why."""
-    skipped = []
-    used = {s.name for s in planner.relations.sources}
-    bare = used - {s.name for s in planner.relations.sources if not s.is_bare}
-    whole = {a.name: g.frozen for g in planner.groups if g.frozen for a in g.axes if a.name in bare}
-    for group, shown in zip(planner.groups, result.groups, strict=True):
-        if shown.frozen:
-            for axis in group.producers:
-                path = planner.owner(axis)[0] or axis.name
-                skipped.append((path, shown.frozen))
-    known = {what for what, _ in skipped}
-    called = {id(planner.modules[path]) for path in planner.trace.called}
-    own_code = {call.path for call in planner.trace.calls}
-    read = {str(n.target) for n in planner.trace.graph.nodes if n.op == "get_attr"}
-    for path, module in planner.modules.items():
-        if id(module) in called and path not in planner.trace.called:
-            continue  # it goes by another name
-        weights = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
-        if not weights or path in known or isinstance(module, ParametrizationList):
-            continue
-        names = {planner.trace.names.get(id(p), "") for p in weights}
-        if path in own_code:  # no layer: it goes by its tensors
-            for name in sorted(names - used):
-                reason = "it is not called on the example input"
-                if name in read:
-                    reason = "fxprune has no pattern for how its weight is used"
-                skipped.append((name, reason))
-            uncut = sorted(names & whole.keys() - result.kept.keys() - known)
-            skipped += [(name, whole[name]) for name in uncut]
-            continue
-        hooked = planner.trace.computed_by_hook(path)
-        if path not in planner.trace.called and not names & used:
-            reason = "it is not called on the example input"
-            if path in planner.trace.within:
-                call = node_name(planner.trace.within[path])
-                reason = f"it runs beneath {call}, which fxprune has no pattern for"
-            skipped.append((path, reason))
-        elif hooked and path in planner.trace.called:
-            skipped.append(
-                (path, f"a hook computes its {hooked}, where a parametrization could be pruned")
-            )
-        elif not names & used:
-            reason = "fxprune has no pattern for how its weight is used"
-            if all(p.shape[:2].numel() == 1 for p in weights):  # no axis is made for one slice
-                reason = "it has a single unit, and one has to stay"
-            skipped.append((path, reason))
-        skipped += [(path, whole[name]) for name in sorted(names & whole.keys())]
-    return list(dict.fromkeys(skipped))

@@ -202,6 +202,19 @@ class Loading(Fitting):
     def _install(self) -> None:
         """The tensors of the file in their places."""
         journal = self._journal()
+        self._install_tensors(journal)
+        self._change_types(journal)
+        for module in self.model.modules():
+            for key, weight in hooked_weights(module).items():
+                journal.attribute(module, key, weight)
+        self._check_computed()
+        for module in self.model.modules():
+            if STEPS in vars(module):
+                journal.drop(vars(module), STEPS)
+        for path, several in self.about.steps.items():
+            journal.attribute(self.modules[path], STEPS, as_texts(several))
+
+    def _install_tensors(self, journal: Journal) -> None:
         device = next((p.tensor.device for p in self.places.values()), torch.device("cpu"))
         here = {frozenset(names) for names in names_of(self.places)}
         for first, names in self.names.items():
@@ -222,6 +235,9 @@ class Loading(Fitting):
                 new = nn.Parameter(new, requires_grad=old.requires_grad)
             for place in held:
                 journal.item(place.space, place.key, new)
+
+    def _change_types(self, journal: Journal) -> None:
+        """Of buffers that the file does not hold."""
         for name, kind in self.about.others.items():
             dtype = getattr(torch, kind, None)
             buffer = self.places[name].tensor if name in self.places else None
@@ -229,9 +245,9 @@ class Loading(Fitting):
                 if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                     raise self.misfit(f"{name} is of type {kind[:40]}")
                 journal.data(buffer, buffer.to(dtype))
-        for module in self.model.modules():
-            for key, weight in hooked_weights(module).items():
-                journal.attribute(module, key, weight)
+
+    def _check_computed(self) -> None:
+        """What parametrizations make of the tensors of the file."""
         for name, shape in self.computed.items():
             try:
                 made = shape_of(self.model, name)
@@ -239,11 +255,6 @@ class Loading(Fitting):
                 raise self.misfit(f"{name} cannot be computed: {error}") from error
             if made != shape:
                 raise self.misfit(f"{name} comes out as {made}, and has to be {shape}")
-        for module in self.model.modules():
-            if STEPS in vars(module):
-                journal.drop(vars(module), STEPS)
-        for path, several in self.about.steps.items():
-            journal.attribute(self.modules[path], STEPS, as_texts(several))
 
     def _tensor(self, name: str, device: torch.device) -> Tensor:
         tensor = self.file.tensor(name)

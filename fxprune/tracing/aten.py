@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..modules import tree
 from ..rules import sizes
-from ..rules.ops import op_name
 from ..rules.registry import for_function
 from ..rules.spec import BASIC, spec
 from .nodes import Nodes
@@ -63,11 +62,9 @@ def says_all(graph: fx.Graph) -> bool:
 
 
 def counts(graph: fx.Graph) -> bool:
-    """Whether ops beneath a call take means, sums or norms of several slices."""
-    return any(op_name(op.target) in _COUNTING for op in ops_of(graph))
-
-
-_COUNTING = ("mean", "sum", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm")
+    """Whether ops beneath a call make one value of several slices."""
+    patterns = [for_function(op.target) for op in ops_of(graph)]
+    return any(pattern is not None and pattern.kind in ("pool", "sum") for pattern in patterns)
 
 
 class AtenRecorder(TorchDispatchMode):
