@@ -26,8 +26,6 @@ from ..modules import tree
 from ..modules.frames import (
     codes_of,
     frame_of_model,
-    frame_that_asks,
-    is_in_torchs_layer,
     is_model_code,
     line_of,
     site_of,
@@ -44,20 +42,14 @@ from ..rules.pattern_types import Pattern
 from ..rules.probe import probe
 from ..rules.registry import for_function, for_module
 from ..rules.spec import TOLD, spec
-from .assertions import is_check
 from .aten import AtenRecorder, counts, followed, says_all
 from .intercepting import entered, is_python_of_torch, scripted_from
 from .nodes import Nodes
+from .questions import Questions, asks_size
 from .told import NumbersRead, may_be_a_number
 from .trace import ModuleCall, set_item
 from .transforms import RUNS_A_FUNCTION, VJP, Inside, Transform
 from .unrecorded import HAS_HOOKS, OWN_CONTEXT, READ_PAST_SIZES, Kept, contexts, odd_container
-
-_SHAPE = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
-_SIZE = torch.Tensor.size
-_READS_DATA = ("bool", "int", "float", "complex", "index", "item", "local_scalar_dense", "tolist",
-               "numpy", "array", "dlpack", "equal", "allclose", "contains",
-               "is_nonzero")  # fmt: skip
 
 _CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda")
 
@@ -70,6 +62,7 @@ class Recorder(TorchFunctionMode):
         self.nodes = Nodes(model, self.modules)
         self._kept = Kept(self.modules.values())
         self.calls: list[ModuleCall] = []
+        self._questions = Questions(self.nodes, self.calls)
         self._contexts: list[tuple[Any, ...]] = []  # those that each call began under
         self.called: set[str] = set()
         self.changed: set[str] = set()  # names of containers that it has put something in
@@ -97,27 +90,13 @@ class Recorder(TorchFunctionMode):
                 return
             covered = self._suspended and not self._transforming
             if self.nodes.running and not covered and not self._inside_torch:
-                operands = tuple(map(self.nodes.own, operands))
-                frame = frame_of_model()
-                self.calls[self.nodes.running[-1]].questions.append(
-                    self._question(frame, function, operands, answer)
-                )
+                self._questions.ask(function, tuple(map(self.nodes.own, operands)), answer)
 
         before, sizes.on_question = sizes.on_question, note
         try:
             yield
         finally:
             sizes.on_question = before
-
-    def _question(
-        self, frame: Any, function: Any, operands: tuple[Any, ...], answer: Any
-    ) -> sizes.Question:
-        codes = codes_of(frame)
-        callers = codes[1 : len(codes) - self.calls[self.nodes.running[-1]].depth]
-        return sizes.Question(
-            function, operands, answer, line_of(frame), site_of(frame), site_of(frame_that_asks()),
-            is_check(frame, answer), self.nodes.count, callers,
-        )  # fmt: skip
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -268,14 +247,8 @@ class Recorder(TorchFunctionMode):
         finally:
             self._transforming = False
         for number in inside.numbers:
-            self._goes_by(self.nodes.own(number))
+            self._questions.goes_by(self.nodes.own(number))
         return value
-
-    def _goes_by(self, number: Any) -> None:
-        """A size of which somebody makes a plain number unseen."""
-        for i in self.nodes.running[-1:]:
-            question = self._question(frame_of_model(), int, (number,), int(number))
-            self.calls[i].questions.append(question)
 
     def wrapped(self, value: torch.Tensor, variable: torch.Tensor) -> None:
         """What a variable wraps is what it is."""
@@ -312,19 +285,18 @@ class Recorder(TorchFunctionMode):
     def _torch_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch._C._set_grad_enabled:
             self._unsaid("switches the recording of gradients on or off")
-        if func == _SHAPE or func is _SIZE:
-            return self._read_size(func, args, kwargs)
+        if asks_size(func):
+            return self._questions.size(func, args, kwargs)
         kind, target = "call_function", func
         name = getattr(func, "__name__", "")
         if name == "new" and len(args) > 1 and isinstance(args[1], torch.Size):
             args = (args[0], *args[1])  # it would take a tuple for data
         if name == "__len__":
-            return self._read_length(func, args)
+            return self._questions.length(func, args)
         if name == "__set__":  # of ``.data``
             self.nodes.given_data.add(id(args[0]))
         if name in ("numel", "nelement"):
-            x = args[0] if args else kwargs["input"]
-            return sizes.traced_size(self._sized(x), x.shape).numel()
+            return self._questions.numel(args[0] if args else kwargs["input"])
         if name == "item" and self.nodes.number(args[0]) is not args[0]:
             return self.nodes.number(args[0])
         if name in READ_PAST_SIZES:
@@ -359,29 +331,6 @@ class Recorder(TorchFunctionMode):
             places = index if isinstance(index, tuple) else (index,)
             if held is not None and all(type(place) in (int, sizes.LiteralInt) for place in places):
                 self.nodes.holds(value, reduce(operator.getitem, places, held))
-
-    def _sized(self, x: torch.Tensor) -> fx.Node:
-        """The node of a tensor whose size the code reads."""
-        node = self.nodes.tensor(x)
-        if node.op != "get_attr":
-            self.nodes.reads_sizes = True
-        return node
-
-    def _read_size(self, func: Any, args: Any, kwargs: Any) -> Any:
-        value = func(*args, **kwargs)
-        node = self._sized(args[0])
-        if isinstance(value, torch.Size):
-            frame = frame_of_model()
-            return sizes.traced_size(node, value, frame and frame.f_code)
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-        return sizes.traced(value, sizes.Dimension(node, int(dim) % args[0].dim()))
-
-    def _read_length(self, func: Any, args: Any) -> int:
-        """``len(x)``, which Python makes a plain number."""
-        value = func(*args)
-        if self.nodes.running:
-            self._goes_by(sizes.traced(value, sizes.Dimension(self._sized(args[0]), 0)))
-        return value
 
     def _record_property(self, func: Any, args: Any) -> Any:
         value = func(*args)
@@ -433,7 +382,7 @@ class Recorder(TorchFunctionMode):
             value = torch.ops.aten.alias(value)  # it is another for inputs of another type
         changed = [t for t, version in before if t._version != version]
         if not changed and not tree.tensors(value):
-            self._python_reads(target, args, [t for t, _ in before], value)
+            self._questions.reads_data(target, args, [t for t, _ in before], value)
             return value
         node = self.nodes.add(self.nodes.call(kind, target, *inputs), args[0] if setitem else value)
         frame = frame_of_model()
@@ -458,21 +407,6 @@ class Recorder(TorchFunctionMode):
         for t in changed:
             self.nodes.changed_in_place(t, node, result)
         return value
-
-    def _python_reads(self, target: Any, args: Any, given: list[torch.Tensor], value: Any) -> None:
-        """A call that gives a number, a flag or nothing: what Python goes by from then on."""
-        if op_name(target) in _READS_DATA:
-            # What a check asked, new code need not ask.
-            frame = frame_of_model()
-            running = () if is_check(frame, value) else self.nodes.running
-            for i in running:
-                self.calls[i].reads_data = True
-            for i in () if is_in_torchs_layer(frame_that_asks()) else running[-1:]:
-                self.calls[i].read_in.append(self._question(frame, bool, (), value))
-            for t in given:
-                self.nodes.escapes(t, op_name(target))
-        elif target == "type":
-            self.nodes.tells(args[0], "type", value)
 
     def _probed(
         self, node: fx.Node, run: Callable, args: Any, kwargs: Any, value: Any
