@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from fxprune.rules.channels import Axis, Channels, followed, remap
@@ -18,6 +20,7 @@ def cat(a, call):
     # Of an empty one other dimensions are minded, where no axis lies over these and the joined one.
     across = {d for p in parts for axis in p.touching([dim]) for d in axis.dims}
     parts = [p for p in parts if p.shape[dim] or (p.axes and not p.touching(across))] or parts[:1]
+    parts = beside_heads(a, call, parts, dim)
     shape = list(parts[0].shape)
     shape[dim] = sum(p.shape[dim] for p in parts)
     # Everything but the joined dimension meets as under broadcasting.
@@ -36,6 +39,38 @@ def cat(a, call):
         if axis is not None:
             axes.append(axis)
     return Channels(tuple(shape), tuple(sorted(axes, key=lambda x: x.dims)))
+
+
+def beside_heads(a, call, parts, dim):
+    """Parts, of which those put before and behind slices of heads, and without channels of their
+    own along ``dim``, have slices of each head there: a column of ones beside the values, say."""
+    own = [i for i, p in enumerate(parts) if (axis := p.axis(dim)) and not axis.blank]
+    heads = next((axis for i in own if len((axis := parts[i].axis(dim)).dims) > 1), None)
+    ends = [range(own[0]), range(own[-1] + 1, len(parts))] if heads is not None else []
+    if not any(ends):
+        return parts
+    amounts = tuple(sum(parts[i].shape[dim] for i in end) for end in ends)
+    found, at = list(parts), heads.dims.index(dim)
+    for end, put in zip(ends, a.put_around(call, heads, dim, amounts, 0.0), strict=True):
+        start = 0
+        for i in end:
+            n = parts[i].shape[dim]
+            part = replace(put, units=put.units.narrow(at, start, n))
+            if put.constant is not None:
+                part = part.saying(put.constant.narrow(at + 1, start, n))
+            found[i], start = of_heads(a, call, parts[i], part), start + n
+    return found
+
+
+def of_heads(a, call, part, slices):
+    """``part``, which holds the ``slices`` of each head: it has none, or is as wide as there are
+    heads."""
+    inside = [axis for axis in part.axes if set(axis.dims) <= set(slices.dims)]
+    space = tuple(n if d in slices.dims else 1 for d, n in enumerate(part.shape))
+    mine = Channels(space, tuple(inside), part.scalar)
+    met = a.meet(call, [Channels(space, (slices,)), mine], lambda said: said[1], space)
+    rest = [axis for axis in part.axes if axis not in inside]
+    return part.with_axes(sorted((*met.axes, *rest), key=lambda axis: axis.dims))
 
 
 def end_to_end(a, call, parts, dim):

@@ -911,6 +911,18 @@ PADDED = {  # what is put around the slices of every head is there as long as th
     "with ones, for the sum of weights": lambda q, k, v: parted(
         q.exp() @ (k.exp().transpose(-1, -2) @ F.pad(v, (0, 1), value=1.0))
     ),
+    "beside a column of ones": lambda q, k, v: parted(
+        q.exp() @ (k.exp().mT @ torch.cat([v, torch.ones_like(v[..., :1])], -1))
+    ),
+    "beside columns of stated sizes": lambda q, k, v: (
+        parted(q.exp() @ (k.exp().mT @ torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1)))
+        + F.scaled_dot_product_attention(
+            *(
+                torch.cat([torch.zeros(*t.shape[:-1], 2), t, t[..., :1] * 0.5], -1)
+                for t in (q, k, v)
+            )
+        )[..., 2:-1]
+    ),
 }
 
 
@@ -935,10 +947,16 @@ def test_heads_go_where_their_slices_are_padded(attend):
     (lambda s, y: y, 12), (lambda s, y: y + 1, 12),  # by slices: as many are put around as ever
 ], ids=["heads", "slices", "shifted"])  # fmt: skip
 @pytest.mark.parametrize("first", [True, False])
-def test_what_is_put_around_slices_of_heads_goes_with_a_whole_head_alone(read, kept, first):
+@pytest.mark.parametrize("put", [
+    lambda y: F.pad(y, (1, 2), value=0.7),
+    lambda y: torch.cat(
+        [torch.ones(*y.shape[:-1], 1).to(y), y, y.new_full((*y.shape[:-1], 2), 0.7)], -1
+    ),
+], ids=["pad", "cat"])  # fmt: skip
+def test_what_is_put_around_slices_of_heads_goes_with_a_whole_head_alone(read, kept, put, first):
     def forward(s, x):
         y = s.a(x).view(*x.shape[:2], 4, 6)
-        y = F.pad(read(s, y), (1, 2), value=0.7) if first else read(s, F.pad(y, (1, 2), value=0.7))
+        y = put(read(s, y)) if first else read(s, put(y))
         return s.o(y.flatten(2))
 
     net = Net(forward, a=nn.Linear(6, 24), o=nn.Linear(36, 5))
