@@ -52,7 +52,10 @@ def _looser(walk: FirstWalk, relations: Relations) -> Cuts:
     tied = cuts.tied | _tied(walk, relations)
     if tied != cuts.tied:
         return replace(cuts, tied=tied)
-    return replace(cuts, grouped=_grouped(walk, relations))
+    grouped = _grouped(walk, relations)
+    if grouped != cuts.grouped:
+        return replace(cuts, grouped=grouped)
+    return replace(cuts, whole=_whole(walk, relations))
 
 
 def _looser_within_heads(walk: FirstWalk, relations: Relations) -> Cuts:
@@ -83,6 +86,20 @@ def _grouped(walk: FirstWalk, relations: Relations) -> dict[fx.Node, bool]:
                if not set(source.dims).isdisjoint(made)]  # fmt: skip
         several = len(distinct(read)) > 1
         found[node] = not several or not any(classes.any() for classes in own)
+    return found
+
+
+def _whole(walk: FirstWalk, relations: Relations) -> dict[fx.Node, bool]:
+    """For each grouped convolution whether its groups are to go as a whole: where nothing of what
+    they make, or of what they read, could go otherwise (they are heads, say), and can then."""
+    found = dict(walk.trace.cuts.whole)
+    for node, arrays in walk.in_groups_of.items():
+        classes = (distinct(relations.classes[units.numpy()]) for units in arrays)
+        several = all(np.count_nonzero(each) > 1 for each in classes)
+        if node in found:
+            found[node] = found[node] and several
+        elif not several:
+            found[node] = True
     return found
 
 

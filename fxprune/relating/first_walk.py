@@ -66,6 +66,7 @@ class FirstWalk(Sayings):
         # Of products that may be those of groups: what of its weight makes channels, and what of
         # the other operand it reads.
         self.groupable: dict[fx.Node, tuple[str, Sequence[int], torch.Tensor]] = {}
+        self.in_groups_of: dict[fx.Node, list[torch.Tensor]] = {}  # convolutions
         self.summed: dict[fx.Node, torch.Tensor] = {}  # cut axes that calls sum over in part
         self.shared: list[np.ndarray] = []  # axes that meet many slices with each of theirs
         self.plain: dict[fx.Node, set[int]] = {}
@@ -215,6 +216,9 @@ class FirstWalk(Sayings):
         assert axis is not None
         self.groupable[call.node] = weight.name, made, axis.units
         return super().is_grouped(call, weight, made, x, dims)
+
+    def in_groups(self, call: Call, axes: Iterable[Axis]) -> None:
+        self.in_groups_of[call.node] = [axis.units for axis in axes]
 
     def is_sliced(self, call: Call, axis: Axis) -> bool:
         self.summed[call.node] = axis.units

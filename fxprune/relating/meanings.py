@@ -121,6 +121,14 @@ class Meanings:
         as the others. Else whole groups go, or the same slices of each."""
         return self.trace.cuts.grouped.get(call.node, False)
 
+    def in_groups(self, call: Call, axes: Iterable[Axis]) -> None:
+        """``axes`` are what the groups of a convolution make and read, each equally many."""
+
+    def are_groups_whole(self, call: Call) -> bool:
+        """Whether groups of a convolution go as a whole, where none can lose some of its
+        channels."""
+        return self.trace.cuts.whole.get(call.node, False)
+
     def is_sliced(self, call: Call, axis: Axis) -> bool:
         """Whether slices of each head are to go, where ``call`` sums over those of a cut axis, and
         not whole heads."""

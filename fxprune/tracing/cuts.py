@@ -18,6 +18,7 @@ class Cuts:
         rigid: tensors that stay as they are, for what they meet can shrink then.
         tied: stacks of tensors that have the same channels.
         grouped: whether products with a stack of matrices are those of groups of channels.
+        whole: whether groups of convolutions go as a whole, where no channels of each can.
         sliced: whether sums over slices of heads keep equally many of each.
         around: calls that put slices around channels, where these have to stay, and why.
     """
@@ -27,5 +28,6 @@ class Cuts:
     rigid: frozenset[str] = frozenset()
     tied: frozenset[fx.Node] = frozenset()
     grouped: dict[fx.Node, bool] = field(default_factory=dict)
+    whole: dict[fx.Node, bool] = field(default_factory=dict)
     sliced: dict[fx.Node, bool] = field(default_factory=dict)
     around: dict[fx.Node, str] = field(default_factory=dict)
