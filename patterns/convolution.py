@@ -49,21 +49,23 @@ def convolve(a, call, x, weight, bias, groups, *, transposed, border, moves=True
     else:
         # The model as it is tells what kind it is: a group may be left with one channel.
         before = old[0] // groups, old[1]
-        if 1 in before:  # groups can go as a whole
+        whole = a.are_groups_whole(call)
+        if whole or 1 in before:  # groups can go as a whole
             named = isinstance(weight, Named)
             groups = a.groups_of(weight, groups) if named else w_shape[0] // before[0]
         view = groups, w_shape[0] // groups, *w_shape[1:]
         one = before[i] == 1, before[o] == 1
-        made = of_groups(a, call, x, weight, view, (channel, i + 1, o + 1), one, border)
+        made = of_groups(a, call, x, weight, view, (channel, i + 1, o + 1), one, border, whole)
         y = remap(a.view(call, made, (made.shape[0] * made.shape[1],)), {0: channel}, shape)
     return add_bias(a, call, y, bias, channel)
 
 
-def of_groups(a, call, x, weight, view, dims, one, border):
+def of_groups(a, call, x, weight, view, dims, one, border, whole):
     """(groups, channels that each makes), from a weight seen as (groups, …).
 
     ``dims`` are that of the channels in ``x``, and those of the weight that read and make;
-    ``one`` tells whether a group reads one channel, and whether it makes one."""
+    ``one`` tells whether a group reads one channel, and whether it makes one;
+    ``whole``: it goes with all that it reads and makes, as the head of an attention does."""
     channel, i, o = dims
     parts = (view[0], view[i])
     taken = a.view(call, x, (*x.shape[:channel], *parts, *x.shape[channel + 1 :]))
@@ -85,6 +87,14 @@ def of_groups(a, call, x, weight, view, dims, one, border):
     if one[1]:  # a group goes with its one filter
         taken = remap(taken, {channel: 0, channel + 1: 1}, parts)
         a.meet(call, [made, taken], None, parts)
+        return made
+    a.in_groups(call, [*made.axes, *taken.touching([channel])])
+    if whole:
+        groups = [
+            a.tie(call, axis, [d]) for x, d in ((made, 0), (w_in, 0), (taken, channel))
+            for axis in x.touching([d])
+        ]  # fmt: skip
+        a.meet(call, [Channels(parts[:1], (axis.on((0,)),)) for axis in groups], None, parts[:1])
         return made
     for axis in [*made.axes, *w_in.axes]:  # every group keeps equally many channels
         a.hold(axis, [0])

@@ -45,10 +45,11 @@ def beside_heads(a, call, parts, dim):
     """Parts, of which those put before and behind slices of heads, and without channels of their
     own along ``dim``, have slices of each head there: a column of ones beside the values, say."""
     own = [i for i, p in enumerate(parts) if (axis := p.axis(dim)) and not axis.blank]
-    heads = next((axis for i in own if len((axis := parts[i].axis(dim)).dims) > 1), None)
-    ends = [range(own[0]), range(own[-1] + 1, len(parts))] if heads is not None else []
+    cut = [axis for i in own for axis in parts[i].touching([dim]) if axis.dims != (dim,)]
+    ends = [range(own[0]), range(own[-1] + 1, len(parts))] if cut else []
     if not any(ends):
         return parts
+    heads = cut[0]
     amounts = tuple(sum(parts[i].shape[dim] for i in end) for end in ends)
     found, at = list(parts), heads.dims.index(dim)
     for end, put in zip(ends, a.put_around(call, heads, dim, amounts, 0.0), strict=True):

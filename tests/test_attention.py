@@ -970,3 +970,47 @@ def test_heads_between_others_that_are_put_around_them():
         return s.o(F.pad(y, (0, 0, 1, 1), value=-0.3).flatten(2))
 
     check(Net(forward, a=nn.Linear(6, 24), o=nn.Linear(36, 5)), tokens(), shrinks=False)
+
+
+SCALES = {
+    "a layer": lambda s, y: s.mix(y),
+    "a function": lambda s, y: F.conv1d(y, s.mix.weight, s.mix.bias, groups=12),
+    "behind another": lambda s, y: s.mix(s.each(y)),
+    "transposed": lambda s, y: s.back(y),
+}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("read", ["both", "one"])
+def test_heads_go_where_they_are_the_groups_of_a_convolution(scale, read):
+    """Linear attention at several scales: the groups that make the queries, keys and values of a
+    head go with it, and read those of another scale."""
+
+    def forward(s, x):
+        y = s.qkv(x.mT)
+        z = SCALES[scale](s, y)
+        y = torch.cat([y, z], 1) if read == "both" else z
+        q, k, v = y.view(len(x), -1, 18, x.shape[1]).mT.chunk(3, -1)
+        z = parted(q.exp() @ (k.exp().mT @ torch.cat([v, torch.ones_like(v[..., :1])], -1)))
+        return s.o(z.mT.flatten(1, 2)).mT
+
+    net = Net(forward, qkv=nn.Conv1d(6, 72, 1), mix=nn.Conv1d(72, 72, 1, groups=12),
+              each=nn.Conv1d(72, 72, 3, padding=1, groups=72),
+              back=nn.ConvTranspose1d(72, 72, 3, padding=1, groups=12),
+              o=nn.Conv1d(48 if read == "both" else 24, 5, 1))  # fmt: skip
+    plan, small = check(net, tokens())
+    assert small.qkv.out_channels == 36 and small.o.in_channels == net.o.in_channels // 2
+    mix = small.back if scale == "transposed" else small.mix
+    assert mix.weight.shape[:2] == (36, 6) and (scale == "a function" or mix.groups == 6)
+    assert difference(run(plan.mask(net), tokens(9)), run(small, tokens(9))) < 1e-9
+    assert fxprune.prune(small, tokens(), sparsity=0.5).qkv.out_channels == 18
+
+
+def test_channels_of_each_group_go_where_heads_are_no_groups():
+    def forward(s, x):
+        q, k, v = (m(x.mT).unflatten(1, (4, -1)).mT for m in (s.q, s.k, s.v))
+        return s.o(by_matmul(q, k, v).mT.flatten(1, 2)).mT
+
+    layers = {n: nn.Conv1d(6, 24, 1, groups=2) for n in "qkv"}
+    plan, small = check(Net(forward, **layers, o=nn.Conv1d(24, 5, 1)), tokens())
+    assert (small.q.groups, small.q.out_channels) == (2, 12)  # a head of two
