@@ -27,6 +27,26 @@ def is_seeded(call):
     return call.node.kwargs.get("generator") is not None
 
 
+@register("uniform", "exponential", "log_normal", "cauchy", "geometric")
+def drawn(a, call):
+    """y.uniform_(): numbers drawn in the place of those of y, of which nothing is known."""
+    return a.unknown(call) if is_seeded(call) else a.forget(call.channels())
+
+
+def new_normal(call, new):
+    return {} if call.inputs else with_sizes(call, new.result, 2, "size")
+
+
+@register("normal", resize=new_normal)
+def normal(a, call):
+    """y.normal_(), or numbers drawn about a mean with a deviation for each, or of stated sizes."""
+    if is_seeded(call):
+        return a.unknown(call)
+    if call.inputs:
+        return a.meet(call, [a.channels(v) for v in call.inputs])
+    return a.sized_by(a.blank(call, None), given(call, 2))
+
+
 def filled(first, value_at):
     """Rules for a tensor of stated sizes, from argument ``first`` on, that holds one value."""
 

@@ -42,7 +42,32 @@ def noise_of_stated_sizes(s, x):
     return s.b(s.mean(y) + s.deviation(y).exp() * noise)
 
 
-RANDOM = [always_dropped, dropped_by_hand, autoencoder, dropped_by_shape, noise_of_stated_sizes]
+def latent(draw):
+    def forward(s, x):
+        y = F.silu(s.a(x))
+        return s.b(draw(s.mean(y), s.deviation(y).exp()))
+
+    return forward
+
+
+def noise_of(fill):
+    return latent(lambda mean, deviation: mean + deviation * fill(torch.empty_like(mean)))
+
+
+DISTRIBUTIONS = [
+    latent(lambda *moments: torch.distributions.Normal(*moments).rsample()),
+    latent(lambda *moments: torch.distributions.Normal(*moments).sample((3,)).mean(0)),
+    latent(lambda *moments: torch.distributions.Laplace(*moments).rsample()),
+    latent(torch.normal), latent(lambda mean, deviation: torch.normal(mean, 2.0) * deviation),
+    latent(lambda mean, _: mean + torch.normal(0.0, 1.0, (len(mean), 8), dtype=mean.dtype)),
+    latent(lambda mean, _: mean + torch.normal(0.0, 1.0, size=mean.shape, dtype=mean.dtype)),
+    noise_of(lambda t: t.normal_()), noise_of(lambda t: t.uniform_(-1, 1)),
+    noise_of(lambda t: t.exponential_()), noise_of(lambda t: t.bernoulli_(0.3)),
+]  # fmt: skip
+RANDOM = [
+    always_dropped, dropped_by_hand, autoencoder, dropped_by_shape, noise_of_stated_sizes,
+    *DISTRIBUTIONS,
+]  # fmt: skip
 
 
 def net(forward):
@@ -83,13 +108,15 @@ def test_draws_are_their_mean_inside_and_all_else_is_as_it_was():
         assert sorted(torch.randperm(4).tolist()) == [0, 1, 2, 3]
 
 
-def test_draws_of_a_generator_that_the_model_makes_are_no_noise():
-    def forward(s, x):
-        g = torch.Generator().manual_seed(0)
-        return s.b(F.silu(s.a(x)) + torch.randn(8, generator=g, dtype=x.dtype))
-
-    model = net(forward)
-    assert dict(fxprune.plan(model, X).skipped)["a"].startswith("it meets a tensor of fixed width")
+@pytest.mark.parametrize("draw", [
+    lambda y, g: y + torch.randn(8, generator=g, dtype=y.dtype),
+    lambda y, g: y + torch.normal(0.0, 1.0, (8,), generator=g, dtype=y.dtype),
+    lambda y, g: y + torch.empty_like(y).normal_(generator=g),
+    lambda y, g: y + torch.empty(8, dtype=y.dtype).uniform_(generator=g),
+])  # fmt: skip
+def test_draws_of_a_generator_that_the_model_makes_are_no_noise(draw):
+    model = net(lambda s, x: s.b(draw(F.silu(s.a(x)), torch.Generator().manual_seed(0))))
+    assert "a" in dict(fxprune.plan(model, X).skipped)
 
 
 def test_draws_of_no_generator_are_noise():
