@@ -11,7 +11,7 @@ from fxprune.rules.registry import register
 from fxprune.rules.shapes import broadcast_shape, with_rank
 
 
-@register("matmul", "bmm", "mm", "mv", "dot", "rmatmul")
+@register("matmul", "bmm", "mm", "mv", "dot", "rmatmul", kind="matmul")
 def matmul(a, call):
     """(…, n, k) @ (…, k, m): k shares its units and ends."""
     first, second = call.inputs
@@ -53,7 +53,7 @@ def by_groups(a, call, operands, terms, right):
         if not a.decide(call, lambda x=x, p=places: any(axis.dims == p for axis in x.axes)):
             continue
         read, made = (sorted(map(own.index, [*groups, *cs])) for cs in (summed, free))
-        if a.is_grouped(call, value, [own.index(c) for c in free], x, places):
+        if a.is_grouped(call, value, value.own_dims([own.index(c) for c in free]), x, places):
             w_in = call.tensor(value, {"in": tuple(read)})
             w_out = call.tensor(value, {"out": tuple(made)})
             a.consume(call, x, w_in, [(others.index(c), own.index(c)) for c in shared])
@@ -120,7 +120,7 @@ def grouped(a, call):
     return a.contract(call, x, w, [(1, 0)], [], {0: 0}, {1: 1}, (x.shape[0], w.shape[1]))
 
 
-@register("einsum")
+@register("einsum", kind="matmul")
 def einsum(a, call):
     """Two operands at a time; letters that nothing after them has are summed first."""
     operands = call.inputs

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Size, nn
 
+from fxprune.rules.call import Named, Turned
 from fxprune.rules.channels import Channels, remap
 from fxprune.rules.registry import register
 from fxprune.rules.shapes import reshape_groups
@@ -122,22 +123,32 @@ def unflatten(a, call):
 
 def reorder(a, call, order):
     """Result dimension i is dimension order[i] of x."""
+    given = call.inputs[0]
+    if isinstance(given, Named) and a.decide(call, lambda: is_for_products(a, call, given)):
+        return Turned(given.name, call.spec, given, tuple(order))
     x = call.channels()
     shape = tuple(x.shape[d] for d in order)
     return remap(x, {d: i for i, d in enumerate(order)}, shape)
 
 
+def is_for_products(a, call, given):
+    """Whether a stack of matrices is turned for products alone."""
+    readers = [a.trace.pattern(user) for user in call.node.users]
+    products = all(pattern is not None and pattern.kind == "matmul" for pattern in readers)
+    return products and len(given.shape) > 2 and not isinstance(given, Turned)
+
+
 @register("permute", kind="permute")
 def permute(a, call):
     """y[i₀, i₁, …] = x[…] with dimension order[k] of x as dimension k of y."""
-    rank = len(call.channels().shape)
+    rank = len(call.inputs[0].shape)
     return reorder(a, call, [d % rank for d in sizes_of(call, "dims")])
 
 
 @register("transpose", "swapaxes", "swapdims", kind="permute")
 def transpose(a, call):
     """Two dimensions change places."""
-    rank = len(call.channels().shape)
+    rank = len(call.inputs[0].shape)
     if not rank:
         return call.channels()
     first = call.arg(1, "dim0", call.kwargs.get("axis0"))
@@ -150,7 +161,7 @@ def transpose(a, call):
 @register("t", "T", "mT", "adjoint", "H", "mH", kind="permute")
 def matrix_transpose(a, call):
     """y[…, j, i] = x[…, i, j]; T turns all dimensions round."""
-    rank = len(call.channels().shape)
+    rank = len(call.inputs[0].shape)
     order = list(range(rank))
     if rank >= 2:
         order = order[::-1] if call.word == "T" else [*order[:-2], order[-1], order[-2]]
@@ -160,7 +171,7 @@ def matrix_transpose(a, call):
 @register("movedim", "moveaxis", kind="permute")
 def movedim(a, call):
     """Dimensions move to new places, the others close up."""
-    rank = len(call.channels().shape)
+    rank = len(call.inputs[0].shape)
     probe = torch.empty(tuple(range(2, rank + 2)), device="meta")
     moved = torch.movedim(probe, call.arg(1, "source"), call.arg(2, "destination"))
     return reorder(a, call, [n - 2 for n in moved.shape])

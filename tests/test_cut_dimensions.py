@@ -287,6 +287,28 @@ def test_layers_of_groups_written_as_stacks_of_matrices_are_cut_as_grouped_convo
     assert again.a.out_features == 8
 
 
+TURNS = {
+    "transpose": lambda w: w.transpose(1, 2), "mT": lambda w: w.mT,
+    "permute": lambda w: w.permute(0, 2, 1), "movedim": lambda w: w.movedim(2, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("how", GROUPS)
+def test_so_are_those_whose_matrices_the_code_turns(how, turn):
+    def forward(s, x):
+        y = s.a(x).sigmoid().unflatten(-1, (4, -1))
+        return s.c((GROUPS[how](y, TURNS[turn](s.w)) + s.b).flatten(-2).sigmoid())
+
+    torch.manual_seed(0)
+    w, b = nn.Parameter(torch.randn(4, 6, 8)), nn.Parameter(torch.randn(4, 6))
+    model = Net(forward, a=nn.Linear(5, 32), w=w, b=b, c=nn.Linear(24, 3))
+    x = torch.randn(2, 7, 5, dtype=torch.float64)
+    plan, small = check(model, x)
+    assert small.a.out_features == 16 and small.w.shape == (4, 3, 4)
+    assert fxprune.prune(small, x, sparsity=0.5).a.out_features == 8
+
+
 SCORED = {
     "sum": lambda x, w: (x * w).sum(-1, keepdim=True),
     "einsum": lambda x, w: torch.einsum("nhc,hc->nh", x, w)[..., None],

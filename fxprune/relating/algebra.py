@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.nn.utils import parametrize
 
 from ..modules.inspecting import read_from
-from ..rules.call import Call, Named, leaves
+from ..rules.call import Call, Named, Turned, leaves
 from ..rules.channels import (
     Axis,
     Channels,
@@ -60,6 +60,8 @@ class Algebra(Meanings):
 
     def channels(self, value: Any) -> Channels:
         """A value as Channels; a parameter used bare gets an axis on each dimension."""
+        if isinstance(value, Turned):
+            return value.seen(self.channels(value.whole))
         if isinstance(value, Named):
             together = self.trace.cuts.together.get(value.name)
             return self._by_itself(value, [together] if together else [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from ..modules import tree
 from ..modules.running import run_node
-from .channels import Channels
+from .channels import Channels, remap
 from .ops import op_name
 from .spec import Spec
 
@@ -36,6 +36,27 @@ class Named:
     def shape(self) -> tuple[int, ...]:
         """When it was recorded."""
         return self.spec.shape
+
+    def own_dims(self, dims: Iterable[int]) -> tuple[int, ...]:
+        """Dimensions of the value as the parameter has them."""
+        return tuple(dims)
+
+
+@dataclass(frozen=True)
+class Turned(Named):
+    """A parameter whose dimensions the code has put in another ``order``, for products alone: these
+    say what it is."""
+
+    whole: Named
+    order: tuple[int, ...]
+
+    def seen(self, x: Channels) -> Channels:
+        """What is known of the parameter, for the order in which the code has its dimensions."""
+        shape = tuple(x.shape[d] for d in self.order)
+        return remap(x, {d: i for i, d in enumerate(self.order)}, shape)
+
+    def own_dims(self, dims: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted(self.order[d] for d in dims))
 
 
 @dataclass
@@ -140,6 +161,9 @@ class Call:
         """
         if isinstance(value, str):
             value = self.algebra.member(self, value)
+        if isinstance(value, Turned) and view is None:
+            own = {role: value.own_dims(dims) for role, dims in roles.items()}
+            return value.seen(self.algebra.source(value.whole, own, None))
         if isinstance(value, Named):
             return self.algebra.source(value, roles, view)
         if value is not None and view is not None and view != value.shape:
