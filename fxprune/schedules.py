@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .choosing.settings import by_name
 from .errors import PlanError, PruningError, SettingError
@@ -20,6 +20,7 @@ from .masking import methods
 from .masking.leftovers import made_plain, pruned_names, sparsified_names
 from .masking.plan_masks import keep_masks, put_masks
 from .masks import apply, global_unstructured, identity, places
+from .modules.beside import models_beside
 from .modules.given import Rising, check_flag, check_function, falls, is_number, is_whole
 from .modules.inspecting import dotted, shape_of
 from .modules.usable import check_model
@@ -255,12 +256,21 @@ class PlanScheduler:
         model: it gets the masks.
         example_input: a tensor, a tuple of positional or a mapping of keyword arguments.
         schedule: step -> the fraction of units that each group has lost.
+        also: models of the same kind that get the masks of ``model``: averages of it, bare or
+            wrapped (:class:`torch.optim.swa_utils.AveragedModel`). An average goes by the order of
+            ``model.parameters()`` and of its buffers, which masks change.
         settings: those of :func:`fxprune.plan`, but ``sparsity``, ``target``, ``exact`` and
             ``calibration``.
     """
 
     def __init__(
-        self, model: nn.Module, example_input: Any, schedule: Schedule, **settings: Any
+        self,
+        model: nn.Module,
+        example_input: Any,
+        schedule: Schedule,
+        *,
+        also: Iterable[nn.Module] | nn.Module | None = None,
+        **settings: Any,
     ) -> None:
         check_model(model, example_input)
         _check_schedule(schedule)
@@ -274,6 +284,7 @@ class PlanScheduler:
                 "the model has PyTorch masks on it: masks.from_torch_prune(model) first"
             )
         self.model, self.example_input, self.schedule = model, example_input, schedule
+        self.also = models_beside(also, model)
         # Masks put on in training move no constant: what is masked emits its biases from then on.
         self.settings = {**settings, "bias": settings.get("bias") or "propagate"}
         for key in {"ignore", "min_width", "max_sparsity"} & self.settings.keys():
@@ -308,9 +319,13 @@ class PlanScheduler:
         if wanted or self._gone:
             self._plan = made = self._planned(wanted)
             dropped = made._folds if made.settings.bias == "drop" else Folds()
-            put_masks(self.model, keep_masks(made, dropped))
+            self._put(keep_masks(made, dropped))
         self.steps += 1
         return self.sparsity
+
+    def _put(self, keeps: dict[str, Tensor]) -> None:
+        for model in [self.model, *self.also]:
+            put_masks(model, keeps)
 
     def _planned(self, wanted: float) -> PruningPlan:
         """A plan on the weights as they are, by which those units go first that have gone."""
@@ -352,7 +367,7 @@ class PlanScheduler:
                     f"the state has a mask of shape {tuple(mask.shape)} for {name}, and here that "
                     f"has {shape_of(self.model, name)}: the state is of another model"
                 )
-        put_masks(self.model, masks)
+        self._put(masks)
         self.steps, self._plan = state["steps"], None
         self._gone = {key: mask.numpy().copy() for key, mask in gone.items()}
 

@@ -353,6 +353,20 @@ def test_sparse_gradients_stay_sparse():
     optimizer.step()
 
 
+def test_a_state_that_is_sparse_is_cut_and_stays_sparse():
+    net = no_biases()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    before = net[0].weight.detach().clone()
+    optimizer.state[net[0].weight]["seen"] = before.to_sparse()
+    optimizer.state[net[0].weight]["rows"] = before.to_sparse_csr()
+    pruner = fxprune.Pruner(net, ROWS, optimizer=optimizer)
+    with pytest.warns(PruningWarning, match="'rows' of 0.weight"):
+        pruner.step()
+    state = optimizer.state[net[0].weight]
+    assert state["seen"].is_sparse and state["rows"].shape == before.shape
+    assert torch.equal(state["seen"].to_dense(), taken(before, pruner.kept["0.weight"]))
+
+
 def test_optimizers_of_something_else_are_refused():
     net = no_biases()
     for wrong, message in (

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fxprune
 from fxprune.errors import PlanError, PruningWarning, SettingError
@@ -246,6 +247,41 @@ def test_units_go_step_by_step_while_the_model_trains():
     small = scheduler.plan.apply(net)
     assert small[0].out_channels == 4 and small[3].out_channels == 6
     assert torch.allclose(small(IMAGE), wanted, rtol=0, atol=1e-9)
+
+
+def by_name(net):
+    """Parameters under the names that they have without masks."""
+    return {
+        name.replace("parametrizations.", "").replace(".original", ""): p.detach()
+        for name, p in net.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_averages_get_the_masks_though_these_change_the_order_of_parameters(resumed):
+    net = conv_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    scheduler = PlanScheduler(net, IMAGE, linear(0.5, 2), also=average)
+    average.update_parameters(net)
+    for _ in range(3):
+        train(net, optimizer, IMAGE)
+        before, now = by_name(average.module), by_name(net)
+        wanted = {name: torch.lerp(before[name], now[name], 0.1) for name in now}
+        average.update_parameters(net)
+        found = by_name(average.module)
+        assert found.keys() == wanted.keys()
+        assert all(torch.allclose(found[name], wanted[name]) for name in wanted)
+        scheduler.step()
+    if resumed:
+        states = [scheduler.state_dict(), average.state_dict()]
+        average = AveragedModel(conv_net(), multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        scheduler = PlanScheduler(conv_net(), IMAGE, linear(0.5, 2), also=average)
+        scheduler.load_state_dict(states[0])
+        average.load_state_dict(states[1])
+    small = scheduler.plan.apply(average.module)
+    assert small[3].out_channels == 6
+    assert torch.allclose(small(IMAGE), average.module(IMAGE), rtol=0, atol=1e-9)
 
 
 def test_where_groups_compete_what_is_masked_stays_masked_too():

@@ -77,7 +77,7 @@ def cuts(plan: Any, model: nn.Module, optimizers: Sequence[Any]) -> Cuts:
             changed.add(id(parameter))
             cut = _Cut(plan, name, axes[name])
             if parameter.grad is not None:
-                found.gradients.append((parameter, cut.gradient(parameter.grad)))
+                found.gradients.append((parameter, cut.shrunk(parameter.grad)))
             for optimizer in optimizers:
                 state = optimizer.state.get(parameter, {})
                 for key, value in state.items():
@@ -117,25 +117,26 @@ class _Cut:
     axes: list[SourceAxis]
     unknown: list[tuple[str, str]] = field(default_factory=list)
 
-    def gradient(self, gradient: Tensor) -> Tensor:
-        if gradient.layout == torch.strided:
-            return self._shrunk(gradient)
-        dense = shrink(gradient.to_dense(), self.axes, self.plan._replay)
-        return dense.to_sparse(gradient.sparse_dim())
-
     def __call__(self, value: Tensor) -> Tensor:
         if value.numel() <= 1:
             return value
-        plain = type(value) in (Tensor, nn.Parameter) and value.dtype not in _COMPRESSED
+        plain = (
+            type(value) in (Tensor, nn.Parameter)
+            and value.dtype not in _COMPRESSED
+            and value.layout in (torch.strided, torch.sparse_coo)
+        )
         if plain and tuple(value.shape) == self.axes[0].tensor_shape:
-            return self._shrunk(value)
+            return self.shrunk(value)
         new = self._factor(value) if plain else None
         if new is None:
             kind = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
             self.unknown.append((str(self.axes[0].tensor_shape), kind))
         return value if new is None else new
 
-    def _shrunk(self, value: Tensor) -> Tensor:
+    def shrunk(self, value: Tensor) -> Tensor:
+        if value.layout == torch.sparse_coo:
+            dense = shrink(value.detach().to_dense(), self.axes, self.plan._replay)
+            return dense.to_sparse(value.sparse_dim())
         new = shrink(value.detach(), self.axes, self.plan._replay)
         return new.contiguous(memory_format=memory_format(value))
 
@@ -167,7 +168,7 @@ class _Cut:
         if sizes.get(0) != shape[0]:  # it is the same for all groups
             return None
         laid = value.reshape([sizes.get(d, 1) for d in range(len(shape))]).expand(shape)
-        new = self._shrunk(laid)
+        new = self.shrunk(laid)
         for d in range(len(shape)):
             new = new.narrow(d, 0, new.size(d) if sizes.get(d) == shape[d] else 1)
         return new.reshape([new.size(d) for d in dims])

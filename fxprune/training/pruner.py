@@ -20,6 +20,7 @@ from ..choosing.settings import Settings, checked
 from ..errors import ModelError, PlanError, PruningWarning, SettingError, warn
 from ..importance import resolve
 from ..importance.named import check_lasting
+from ..modules.beside import models_beside
 from ..modules.given import Rising, check_flag, is_whole
 from ..modules.inspecting import count_parameters, modules_of, read_attribute
 from ..modules.running import on_cpu
@@ -126,12 +127,7 @@ class Pruner:
         if self.steps != 1:
             check_lasting(settings.get("importance", "l2"), widths=True)
         self.optimizers = check_optimizers(optimizer, model)
-        several = [also] if isinstance(also, nn.Module) else [] if also is None else also
-        if not isinstance(several, Iterable):
-            raise SettingError(f"also={also!r} is no module, nor several")
-        self.also = [_unwrapped(other, model) for other in several]
-        if len({id(other) for other in self.also}) < len(self.also):
-            raise SettingError("also: a model stands there twice")
+        self.also = models_beside(also, model)
         self.kept: dict[str, dict[int, Tensor]] = {}
         self.history: list[PrunerStep] = []
         self.plan: PruningPlan | None = None
@@ -395,20 +391,3 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
         name: tuple(value) if isinstance(value, Iterator) else value
         for name, value in settings.items() if value is not None
     }  # fmt: skip
-
-
-def _unwrapped(other: nn.Module, model: nn.Module) -> nn.Module:
-    """A model of the same shapes as ``model``, or the one inside a wrapper."""
-    if other is model or getattr(other, "module", None) is model:
-        raise SettingError("also: it is the model itself, which is pruned anyway; leave it out")
-    for found in (other, getattr(other, "module", None)):
-        if isinstance(found, nn.Module) and _shapes(found) == _shapes(model):
-            return found
-    raise SettingError(
-        f"also: {type(other).__name__} is no other model with the parameters of "
-        f"{type(model).__name__}, nor a wrapper with one in .module"
-    )
-
-
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    return {name: p.shape for name, p in model.named_parameters()}
