@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..errors import ModelError
 from . import tree
 from .holding import content, inside
-from .inspecting import OWN, attributes_of, dotted, is_plain, modules_of, own_tensors
+from .inspecting import ATOMS, OWN, attributes_of, dotted, is_plain, modules_of, own_tensors
 from .near import global_names, methods_of_forward, package_of
 
 
@@ -101,7 +101,9 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for module in reversed(plain):  # parts first, as deepcopy does it
         state = {}
         for key, value in _state(module).items():
-            if key in OWN:
+            if type(value) in ATOMS:
+                state[key] = value
+            elif key in OWN:
                 parts = value.items() if value else ()
                 state[key] = {name: copy.deepcopy(part, memo) for name, part in parts}
             elif key in _HOOKS and not value:  # that nobody has set; a handle may know them

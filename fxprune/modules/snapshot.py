@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from .inspecting import OF_TORCH
 
-_EMPTY: dict[str, Any] = {}
 # Generators of random numbers that a module may have: how their state is read and set.
 _STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
@@ -34,6 +33,7 @@ class Snapshot:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         # Parameters, buffers, children and hooks are in dictionaries of their own, mostly empty.
+        self._empty: list[dict] = []
         self._spaces: list[tuple[dict, dict]] = []
         self._lists: list[tuple[Any, list]] = []
         self._drawn: list[Callable[[], Any]] = []  # what sets generators back
@@ -41,13 +41,15 @@ class Snapshot:
         for m in modules:
             own = vars(m)
             self._spaces.append((own, dict(own)))
-            self._spaces += [
-                (value, dict(value) if value else _EMPTY)
-                for key, value in own.items() if key in OF_TORCH and isinstance(value, dict)
-            ]  # fmt: skip
             for key, value in own.items():
-                if key not in OF_TORCH and type(value) not in _PLAIN:
+                if type(value) in _PLAIN:
+                    continue
+                if key not in OF_TORCH:
                     held += self._note(value)
+                elif value and isinstance(value, dict):
+                    self._spaces.append((value, dict(value)))
+                elif isinstance(value, dict):
+                    self._empty.append(value)
             # Some models count calls or keep caches in their buffers, even in eval mode.
             if not getattr(type(m), "keeps_buffers", False):  # a mask's are as large as its tensor
                 held += [b for b in m._buffers.values() if b is not None]
@@ -79,8 +81,10 @@ class Snapshot:
     def restore(self) -> None:
         for set_back in self._drawn:
             set_back()
+        for space in filter(None, self._empty):
+            space.clear()
         for space, before in self._spaces:
-            if (space or before) and not _is_same(space, before):
+            if not is_same(space, before):
                 space.clear()
                 space.update(before)
         for value, items in self._lists:
@@ -118,5 +122,6 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def _is_same(space: dict[str, Any], before: dict[str, Any]) -> bool:
+def is_same(space: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether a dictionary holds the very objects that it held, in their order."""
     return space.keys() == before.keys() and all(map(is_, space.values(), before.values()))

@@ -39,7 +39,8 @@ def fixed_tensors(modules: Mapping[str, nn.Module]) -> list[Fixed]:
     """Those of a model; one that goes by several names is there by all of them."""
     found = [
         Fixed(dotted(path, key), module, key, value)
-        for path, module in modules.items() if not module._forward_pre_hooks
+        for path, module in modules.items()
+        if Tensor in map(type, vars(module).values()) and not module._forward_pre_hooks
         for key, value in vars(module).items()
         if type(value) is Tensor and value.layout == torch.strided
         and not value.requires_grad and not value.is_inference() and not hasattr(type(module), key)

@@ -21,6 +21,7 @@ from ..rules.channels import (
     Axis,
     Channels,
     compact,
+    positions,
     remap,
     run_on,
     varying,
@@ -277,8 +278,8 @@ class Algebra(Meanings):
                     one = Axis((0,), units.reshape(-1)[:1])
                     self.freeze(one, f"one slice of it is read by itself in {call.name}", call)
                 continue
-            units, constant = compact(units, axis.constant, old, dims)
-            axes.append(Axis(dims, units, constant, axis.border, blank=axis.blank))
+            units, said = compact(axis, units, old, dims)
+            axes.append(Axis(dims, units, said, axis.border, blank=axis.blank))
         return Channels(shape, self._disjoint(call, axes))
 
     def reindex(self, call: Call, x: Channels, dim: int, index: Tensor) -> Channels:
@@ -515,6 +516,6 @@ class Algebra(Meanings):
         head = axis.units[index]
         self.join_whole(axis, head.expand(axis.units.shape), call)
         kept = tuple(i for i, d in enumerate(axis.dims) if d in rest)
-        old = torch.arange(1, axis.units.numel() + 1).reshape(axis.units.shape)
-        units, constant = compact(axis.units, axis.constant, old, kept)
-        return Axis(tuple(rest), units, constant, axis.border)
+        old = None if axis.said is None else positions(axis)
+        units, said = compact(axis, axis.units, old, kept)
+        return Axis(tuple(rest), units, said, axis.border)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from torch import fx
 
-from ..rules.channels import distinct, varying
+from ..rules.channels import distinct, varying, without_repeats
 from ..tracing.cuts import Cuts
 from ..tracing.trace import Trace
 from .first_walk import FirstWalk
@@ -127,7 +127,8 @@ def _shared_in_vain(walk: FirstWalk, relations: Relations) -> set[str]:
     out, reading = ({s.name for s in walk.sources if s.role == r} for r in ("out", "in"))
     made = (out & reading) - walk.buffers
     found: set[str] = set()
-    moving = {s.name for s in walk.sources if relations.of(s).any()}
+    owners = distinct(without_repeats(relations.owners[relations.classes > 0]))
+    moving = {walk.sources[i].name for i in owners if i >= 0}
     shared = []  # with the names of their tensors, and whether nothing of these may go
     for labels in walk.shared:
         names = {walk.sources[i].name for i in distinct(relations.owners[labels]) if i >= 0}

@@ -61,12 +61,12 @@ def groups(relations: Relations) -> list[Group]:
 
 def _by_component(relations: Relations) -> dict[int, np.ndarray]:
     """The classes that may go, by component; none of them for -1."""
-    classes = distinct(relations.classes)
-    classes = classes[classes != 0]
+    classes = np.flatnonzero(np.bincount(relations.classes)[1:]) + 1
     classes = classes[np.argsort(relations.component[classes], kind="stable")]
-    numbers, starts = np.unique(relations.component[classes], return_index=True)
-    parts = np.split(classes, starts[1:])
-    return {-1: classes[:0], **dict(zip(numbers.tolist(), parts, strict=False))}
+    homes = relations.component[classes]
+    starts = np.flatnonzero(homes[1:] != homes[:-1]) + 1
+    numbers = homes[[0, *starts]].tolist() if len(homes) else []
+    return {-1: classes[:0], **dict(zip(numbers, np.split(classes, starts), strict=False))}
 
 
 def _add_bins(relations: Relations, home: dict[int, Group]) -> None:

@@ -12,7 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..rules.channels import FROZEN, SourceAxis, components_of, distinct, renumbered
+from ..rules.channels import (
+    FROZEN,
+    SourceAxis,
+    components_of,
+    distinct,
+    renumbered,
+    without_repeats,
+)
 from .relations import Bin
 
 
@@ -131,7 +138,7 @@ class Labels:
         """Which groups have slices in which axes, the last axis first."""
         owned, last = owners >= 0, len(self.sources) - 1
         size = int(group_of.max()) + 1
-        keys = distinct((last - owners[owned]) * size + group_of[owned])
+        keys = distinct(without_repeats((last - owners[owned]) * size + group_of[owned]))
         return np.stack([keys % size, last - keys // size], 1)
 
 

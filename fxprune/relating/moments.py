@@ -86,12 +86,13 @@ class Drawn(Masked):
         self, points: Tensor, constant: Tensor, mean: Tensor, deviation: Tensor
     ) -> Tensor:
         """Of slices with this mean and this deviation over the data of training."""
-        drawn = torch.add(_real(mean), _real(deviation) * _column(points, constant))
+        drawn = (_real(deviation) * _column(points, constant)).add_(_real(mean))
         drawn[0] = constant[0]
         return drawn
 
     def moments(self, constant: Tensor, dead: Tensor) -> Moments:
-        draws, living = constant[1:-1] if len(constant) > 1 else constant, constant[-1]
+        draws = constant[1:-1] if constant.shape[0] > 1 else constant
+        living = constant[-1]
         first = draws[0]
         off = draws - first  # 0 where all are the same, which no rounding is to blur
         mean = off.mean(0)
@@ -109,4 +110,4 @@ def _column(row: Tensor, values: Tensor) -> Tensor:
 
 def _real(values: Tensor) -> Tensor:
     """What a norm's vector is without a mask."""
-    return values[1] if len(values) > 1 else values[0]
+    return values[1 if values.shape[0] > 1 else 0]

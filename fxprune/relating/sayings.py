@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..rules.call import Call, Named
-from ..rules.channels import Axis, Channels, SourceAxis, followed, laid_over, varying
+from ..rules.channels import Axis, Channels, Once, SourceAxis, followed, laid_out, laid_over, varying
 from ..rules.shapes import with_rank
 from ..rules.spec import Spec
 from ..tracing.trace import Trace
@@ -160,7 +160,7 @@ class Sayings(Walk):
         laid = [
             followed(_laid(x, axes, dims), size) for x, axes in zip(operands, touched, strict=True)
         ]
-        rows = max(map(len, laid))
+        rows = max([a.shape[0] for a in laid])
         unknown = None
         if rows > 1 or any(map(_may_have_nan, laid)):  # of several rows the last mostly has
             blind = [a.isnan() for a in laid]
@@ -173,26 +173,31 @@ class Sayings(Walk):
             zero = functools.reduce(torch.logical_or, factors) if factors else None
         if function is None:  # of complex numbers, say: nothing but their zeros is known
             return (None if zero is None else _zero_or_nan(zero.expand(rows, *sizes))), False
-        if unknown is not None:
-            if unknown.all() and (zero is None or not zero.any()):
-                return None, False
-            laid = [a.masked_fill(b, 0.0) for a, b in zip(laid, blind, strict=True)]
-        arrays = [a.expand(rows, *sizes) for a in laid]
-        result = _called(function, arrays, dims, shape, together)
+        if unknown is not None and unknown.all() and (zero is None or not zero.any()):
+            return None, False
+
+        def given() -> list[Tensor]:
+            """Copies: a function may write to what it gets, and that may be the model's own."""
+            whole = [a.expand(rows, *sizes) for a in laid]
+            if unknown is None:
+                return [a.clone() for a in whole]
+            return [a.masked_fill(b, 0.0) for a, b in zip(whole, blind, strict=True)]
+
+        result = _called(function, given(), dims, shape, together)
         if function == call.replay:  # and no rule that says NaN for what it does not know
-            if not math.isfinite(result[0].sum()) and _newly(result[0], arrays, unknown):
+            if not math.isfinite(result[0].sum()) and _newly(result[0], given(), unknown):
                 why = f"{call.name} makes no finite number of masked ones (1 / 0, say)"
                 for axis in (axis for axes in touched for axis in axes):
                     self.freeze(axis, why, call)
                 return None, False
             if self.is_unsure(call):
                 # Nothing is sure but zeros that stay zeros.
-                sure = functools.reduce(torch.logical_and, [t == 0 for t in (*arrays, result)])
+                sure = functools.reduce(torch.logical_and, [t == 0 for t in (*given(), result)])
                 result = _zero_or_nan(sure)
         border = any(axis.border for axes in touched for axis in axes)
         if border:  # zeros around the constant stay zeros, or the slice is not one number
             inside = [not axes or not axes[0].border for axes in touched]
-            edge = [t if i else torch.zeros_like(t) for t, i in zip(arrays, inside, strict=True)]
+            edge = [t if i else torch.zeros_like(t) for t, i in zip(given(), inside, strict=True)]
             around = _called(function, edge, dims, shape, together)
             differs = (around != 0) & (around != result)
             unknown = differs if unknown is None else unknown | differs
@@ -223,7 +228,7 @@ class Sayings(Walk):
             zero = found if zero is None else zero | found
         if zero is None:
             return axis.saying(None, axis.border)
-        return axis.saying(_zero_or_nan(zero.expand(len(zero), *axis.units.shape)), axis.border)
+        return axis.saying(_zero_or_nan(zero.expand(-1, *axis.units.shape)), axis.border)
 
     def reduced(self, axis: Axis) -> Axis:
         """A reduction over other dimensions keeps a zero; of other constants it is not sure."""
@@ -262,13 +267,13 @@ class Sayings(Walk):
                 axes.append(axis.saying(None, axis.border))
                 continue
             others = constant.touching(axis.dims) if constant is not None else []
-            axes.append(axis.saying(_Once(partial(self._dead, axis, others))))
+            axes.append(axis.saying(Once(partial(self._dead, axis, others))))
         return x.with_axes(axes)
 
     def _dead(self, axis: Axis, others: Sequence[Axis]) -> Tensor:
         """What dead slices say that hold what the last of ``others`` says, or 0."""
         value = others[-1].says(axis.dims) if others else _ZERO.reshape((1,) * (1 + len(axis.dims)))
-        return self.rows.dead(value.expand(len(value), *axis.units.shape))
+        return self.rows.dead(value.expand(-1, *axis.units.shape))
 
     def emitted(
         self, call: Call, x: Channels, dims: Sequence[int], find: Callable[[bool], Tensor]
@@ -322,7 +327,7 @@ class Sayings(Walk):
                 other = _as_read(other, weight.dims)
                 sizes = weight.units.shape
                 constant = other.says(weight.dims)
-                constant = constant.expand(len(constant), *sizes)
+                constant = constant.expand(-1, *sizes)
                 no_sink = isinstance(call.spec, Spec) and call.spec.dtype.is_complex
                 if no_sink or self.may_read_others(call):
                     constant = _zero_or_nan(constant == 0)
@@ -350,21 +355,6 @@ class Sayings(Walk):
             self.demands.append(Demand(call, axis.units, axis.units, wrong))
 
 
-class _Once:
-    """What a function gives, worked out when someone asks for it first."""
-
-    __slots__ = ("_found", "_work_out")
-
-    def __init__(self, work_out: Callable[[], Tensor]) -> None:
-        self._work_out: Callable[[], Tensor] | None = work_out
-        self._found: Tensor | None = None
-
-    def __call__(self) -> Tensor | None:
-        if self._work_out is not None:
-            self._found, self._work_out = self._work_out(), None
-        return self._found
-
-
 def _as_read(axis: Axis, dims: tuple[int, ...]) -> Axis:
     """What a weight reads along ``dims`` of an axis that may be cut over more: slices along these
     are one to it, and say one number where they say the same."""
@@ -389,7 +379,7 @@ def _overlaid(x: Channels, axis: Axis, value: Channels, index: Index) -> Axis:
         item if mine else 0 if isinstance(item, int) else slice(None) for item, mine in own
     ])  # fmt: skip
     places = torch.arange(axis.units.numel()).reshape(axis.units.shape)
-    places = laid_over(places[None], axis.dims, range(len(x.shape)))[0][over]
+    places = laid_out(places, axis.dims, range(len(x.shape)))[over]
     dims = varying(places)
     value = with_rank(value, places.dim())
     others = value.touching(dims)
@@ -456,7 +446,7 @@ def _own(vector: Channels | None, axis: Axis, absent: float) -> Tensor | None:
     if len(own) != 1 or own[0].source is None:
         return None
     found = own[0].says(axis.dims)
-    return found.expand(len(found), *axis.units.shape)
+    return found.expand(-1, *axis.units.shape)
 
 
 def _called(
@@ -482,15 +472,11 @@ def _called(
         return torch.cat(list(each))
     before = 0 if at is None else sum(d < at for d in dims)
     laid = [shape[d] if d in dims else rows if d == at else 1 for d in rank]
-    # Copies: the function may write to what it gets, and that may be the model's own tensor.
-    given = [(t.movedim(0, before) if before else t).reshape(laid).clone() for t in arrays]
+    given = [(t.movedim(0, before) if before else t).reshape(laid) for t in arrays]
     result = function(given).double()
-    if list(result.shape) == laid:  # elsewhere it is 1: faster than to index
-        result = result.reshape([n for d, n in enumerate(laid) if d in dims or d == at])
-    else:
-        result = result[tuple([slice(None) if d in dims or d == at else 0 for d in rank])]
-    if at is None:
-        result = result[None]
-    elif before:
-        result = result.movedim(before, 0)
-    return result.expand(rows, *sizes)
+    if list(result.shape) != laid:
+        result = result[tuple([slice(None) if d in dims or d == at else slice(1) for d in rank])]
+        result = result.expand(laid)
+    if before:
+        return result.reshape([*sizes[:before], rows, *sizes[before:]]).movedim(before, 0)
+    return result.reshape(rows, *sizes)

@@ -172,10 +172,11 @@ class Call:
 
     def replay(self, replacements: Sequence[Tensor]) -> Tensor:
         """The call on other tensors in the place of its tensor arguments, in their order."""
-        tensors = (
-            t != 0 if node.meta["spec"].dtype == torch.bool else t
-            for t, node in zip(replacements, tensor_nodes(self.node), strict=True)
-        )
+        specs = [node.meta["spec"] for node in self.node.all_input_nodes]
+        if any([isinstance(spec, Spec) and spec.dtype == torch.bool for spec in specs]):
+            nodes = zip(replacements, tensor_nodes(self.node), strict=True)
+            replacements = [t != 0 if n.meta["spec"].dtype == torch.bool else t for t, n in nodes]
+        tensors = iter(replacements)
         return self.run(filled_in(self.args, tensors), filled_in(self.kwargs, tensors))
 
     def run(self, args: Any, kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -103,6 +104,21 @@ class SourceAxis:
 Said = Tensor | Callable[[], Tensor | None] | None  # an axis' constants, or who knows them
 
 
+class Once:
+    """What a function gives, worked out when someone asks for it first."""
+
+    __slots__ = ("_found", "_work_out")
+
+    def __init__(self, work_out: Callable[[], Tensor | None]) -> None:
+        self._work_out: Callable[[], Tensor | None] | None = work_out
+        self._found: Tensor | None = None
+
+    def __call__(self) -> Tensor | None:
+        if self._work_out is not None:
+            self._found, self._work_out = self._work_out(), None
+        return self._found
+
+
 # Nothing assigns to the fields of the two below; frozen they would take three times as long to
 # make, which every call does. Two are the same only where they are one: arrays have no one answer.
 @dataclass(slots=True, eq=False)
@@ -144,7 +160,7 @@ class Axis:
 
     def over(self, dims: Iterable[int]) -> Tensor:
         """``units`` over ``dims``, of size 1 where the axis has no such one."""
-        return self.units if dims == self.dims else laid_over(self.units[None], self.dims, dims)[0]
+        return laid_out(self.units, self.dims, dims)
 
 
 @dataclass(slots=True, eq=False)
@@ -197,20 +213,28 @@ def ends_of(x: Channels, dim: int, amounts: tuple[int, int]) -> tuple[Axis, Axis
     return Axis(axis.dims, first), Axis(axis.dims, last)
 
 
+def laid_out(array: Tensor, dims: tuple[int, ...], over: Iterable[int]) -> Tensor:
+    """An array along ``dims`` as one along ``over``, of size 1 along those it has not."""
+    if over == dims:
+        return array
+    sizes = dict(zip(dims, array.shape, strict=True))
+    return array.reshape([sizes.get(d, 1) for d in over])
+
+
 def laid_over(rows: Tensor, dims: tuple[int, ...], over: Iterable[int]) -> Tensor:
-    """An array (rows, ...) along ``dims`` as one along ``over``, of size 1 along those it has
-    not."""
+    """The same of an array (rows, ...)."""
     if over == dims:
         return rows
-    sizes = dict(zip(dims, rows.shape[1:], strict=True))
-    return rows.reshape([len(rows), *[sizes.get(d, 1) for d in over]])
+    count, *shape = rows.shape
+    sizes = dict(zip(dims, shape, strict=True))
+    return rows.reshape([count, *[sizes.get(d, 1) for d in over]])
 
 
 def followed(rows: Tensor, size: int) -> Tensor:
     """Of constants (rows, ...), those that go on in an axis of so many slices: of too many (the
     channels of a whole feature map in one dimension), what a mask makes of them, and not what they
     said in the mean."""
-    return rows if len(rows) * size <= _MOST else rows[:1]
+    return rows if rows.shape[0] * size <= _MOST else rows[:1]
 
 
 def remap(x: Channels, where: dict[int, int], shape: tuple[int, ...]) -> Channels:
@@ -233,10 +257,17 @@ def remap(x: Channels, where: dict[int, int], shape: tuple[int, ...]) -> Channel
 
 def distinct(values: np.ndarray) -> np.ndarray:
     """The different values, ascending; ``np.unique`` is slower on arrays as short as axes."""
-    ordered = np.sort(values, axis=None)
-    first = np.ones(len(ordered), dtype=bool)
-    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
-    return ordered[first]
+    ordered = values.flatten()
+    ordered.sort()
+    return without_repeats(ordered)
+
+
+def without_repeats(values: np.ndarray) -> np.ndarray:
+    """Without those that are as the one before: of what slices of axes have in common not many are
+    left, and there is less to sort."""
+    first = np.ones(len(values), dtype=bool)
+    np.not_equal(values[1:], values[:-1], out=first[1:])
+    return values[first]
 
 
 def distinct_rows(rows: np.ndarray) -> np.ndarray:
@@ -280,31 +311,44 @@ def _varies(units: Tensor, dim: int) -> bool:
 
 def stand_in(axis: Axis, shape: tuple[int, ...], touched: Iterable[int], array: Tensor) -> Tensor:
     """``array`` laid out like the tensor, with size 1 for the dimensions an op does not touch."""
-    full = set(axis.dims) | set(touched)
-    laid = laid_over(array[None], axis.dims, range(len(shape)))[0]
+    full = {*axis.dims, *touched}
+    laid = laid_out(array, axis.dims, range(len(shape)))
     return laid.expand([n if d in full else 1 for d, n in enumerate(shape)])
 
 
 def run_on(axis: Axis, x: Channels, function: Callable[[Tensor], Tensor], touched: Iterable[int]):
     """The labels of ``axis`` after an op that moves slices about, over all dimensions of the
-    result; and for each its old position in the axis, from 1 on, if it has constants."""
+    result; and for each its old position in the axis, if somebody may ask what it says."""
     units = function(stand_in(axis, x.shape, touched, axis.units))
-    if axis.constant is None:
+    if axis.said is None:
         return units, None
-    old = torch.arange(1, axis.units.numel() + 1).reshape(axis.units.shape)
-    return units, function(stand_in(axis, x.shape, touched, old))
+    return units, function(stand_in(axis, x.shape, touched, positions(axis)))
+
+
+def positions(axis: Axis) -> Tensor:
+    """Where each slice of an axis lies in it, from 1 on."""
+    return torch.arange(1, axis.units.numel() + 1).reshape(axis.units.shape)
 
 
 def compact(
-    units: Tensor, constant: Tensor | None, old: Tensor | None, dims: tuple[int, ...]
-) -> tuple[Tensor, Tensor | None]:
-    """``units`` over ``dims``, and of ``constant`` what stands at their ``old`` positions: NaN
-    where it varies along the rest, and at position 0, which an op has filled."""
+    axis: Axis, units: Tensor, old: Tensor | None, dims: tuple[int, ...]
+) -> tuple[Tensor, Said]:
+    """Over ``dims``, what an op has made of an axis: of its labels, and of what it says by the
+    ``old`` positions. That is worked out when it is asked for: behind a layer mostly nobody does."""
     index = tuple([slice(None) if d in dims else slice(0, 1) for d in range(units.dim())])
-    sizes = [units.size(d) for d in dims]
-    if constant is None or old is None:
-        return units[index].reshape(sizes), None
-    rows = followed(constant.reshape(len(constant), -1), old.numel())
+    said = None if old is None else Once(partial(_said_at, axis, old, index, dims))
+    return units[index].reshape([units.size(d) for d in dims]), said
+
+
+def _said_at(
+    axis: Axis, old: Tensor, index: tuple[slice, ...], dims: tuple[int, ...]
+) -> Tensor | None:
+    """What an axis says at ``old`` positions: NaN where that varies along the dimensions besides
+    ``dims``, and at position 0, which an op has filled."""
+    constant = axis.constant
+    if constant is None:
+        return None
+    rows = followed(constant.flatten(1), old.numel())
     rows = torch.cat([rows.new_full((len(rows), 1), torch.nan), rows], 1)
     heads = old[index]
     found = rows[:, heads.reshape(-1)].reshape(-1, *heads.shape)
@@ -314,4 +358,4 @@ def compact(
             if d not in dims:
                 level = level.all(d + 1, keepdim=True)
         found = torch.where(level, found, torch.nan)
-    return units[index].reshape(sizes), found.reshape(-1, *sizes)
+    return found.reshape(-1, *[old.size(d) for d in dims])

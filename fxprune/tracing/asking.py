@@ -23,6 +23,7 @@ from torch import nn
 
 from ..modules.frames import stand_ins
 from ..modules.near import functions_near, functions_of, global_names, package_of
+from ..modules.snapshot import is_same
 from ..rules.sizes import (
     NUMBERS,
     Attribute,
@@ -43,9 +44,10 @@ def traced_attributes(modules: Mapping[str, nn.Module]) -> Iterator[Callable[[],
     undo: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def wrap(space: dict[str, Any], prefix: str) -> None:
-        for key, value in list(space.items()):
+        sized = [item for item in space.items() if _may_be_sizes(type(item[1]))]
+        for key, value in sized:
             kind: Any = type(value)
-            if key[:1] == "_" or not (kind in _SIZES or _is_numpys(kind)):
+            if key[:1] == "_":
                 continue
             if kind is int:
                 new: Any = traced(value, Attribute(f"{prefix}{key}"))
@@ -66,8 +68,8 @@ def traced_attributes(modules: Mapping[str, nn.Module]) -> Iterator[Callable[[],
 
     def changed() -> set[str]:
         return {
-            key for space, before in spaces for key in space.keys() | before.keys()
-            if space.get(key) is not before.get(key)
+            key for space, before in spaces if not is_same(space, before)
+            for key in space.keys() | before.keys() if space.get(key) is not before.get(key)
         }  # fmt: skip
 
     seen: set[int] = set()
@@ -75,9 +77,9 @@ def traced_attributes(modules: Mapping[str, nn.Module]) -> Iterator[Callable[[],
         prefix = f"{path}." if path else ""
         wrap(vars(m), prefix)
         spaces.append((vars(m), dict(vars(m))))
-        for key, value in vars(m).items():
-            kind: Any = type(value)
-            if kind not in _PLAIN and is_configuration(kind) and id(value) not in seen:
+        others = [item for item in vars(m).items() if type(item[1]) not in _PLAIN]
+        for key, value in others:
+            if is_configuration(type(value)) and id(value) not in seen:
                 seen.add(id(value))  # one is often shared by many modules
                 wrap(vars(value), f"{prefix}{key}.")
                 spaces.append((vars(value), dict(vars(value))))
@@ -98,9 +100,9 @@ _PLAIN = frozenset(
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_numpys(kind: Any) -> bool:
-    """Whether it is an integer of NumPy's."""
-    return issubclass(kind, np.integer)
+def _may_be_sizes(kind: Any) -> bool:
+    """Whether it is a number, or several: NumPy has integers of its own."""
+    return kind in _SIZES or issubclass(kind, np.integer)
 
 
 @functools.lru_cache(maxsize=1024)

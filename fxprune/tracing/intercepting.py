@@ -58,6 +58,7 @@ def _python(function: Any, tell: Tell) -> Iterator[None]:
         del function.__globals__[key]
 
 
+@functools.lru_cache(maxsize=1024)
 def _telling(key: str, variables: int) -> types.CodeType:
     """Code of a function that calls the global ``key``, with as many variables of a closure."""
     names = ", ".join(f"v{i}" for i in range(variables))

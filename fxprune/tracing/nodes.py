@@ -51,14 +51,16 @@ class Nodes:
         self.named |= {id(t): name for name, t in named_tensors(modules)}
         self._modules = modules
         # Tensors that code sets anew: of a constant of the run another run has another.
-        tensors = (t for m in modules.values() for t in vars(m).values() if type(t) is torch.Tensor)
+        spaces: Any = (vars(m).values() for m in modules.values())
+        some = [own for own in spaces if torch.Tensor in map(type, own)]
+        tensors = (t for own in some for t in own if type(t) is torch.Tensor)
         self._set_anew = {id(t) for t in tensors if id(t) not in self.named}
         # Buffers and attributes: where they are held, and in which memory. A parameter that a model
         # writes to (weight.data.clamp_(-1, 1)) is no state of its run; one that gets other memory
         # (weight.data = weight.data.renorm(2, 0, 1)) would not get it beneath a mask.
-        spaces: list[dict[str, Any]] = [module._buffers for module in modules.values()]
+        buffers: list[dict[str, Any]] = [module._buffers for module in modules.values()]
         held: list[tuple[dict[str, Any], str, torch.Tensor]] = [
-            (space, key, t) for space in spaces for key, t in space.items() if t is not None
+            (space, key, t) for space in buffers for key, t in space.items() if t is not None
         ]
         held += [(vars(each.module), each.key, each.tensor) for each in fixed]
         self._held = [(*one, _memory(one[2])) for one in held if one[2].layout == torch.strided]

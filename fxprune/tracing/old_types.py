@@ -34,16 +34,15 @@ class StandIn(type):
 
 
 _TYPES = {name: kind for name, kind in vars(torch).items() if type(kind) is type(torch.FloatTensor)}
+# Under the whole name, which PyTorch reads where it is asked for a type.
+_STAND_INS = {n: StandIn(f"torch.{n}", (), {"real": kind}) for n, kind in _TYPES.items()}
 
 
 @contextlib.contextmanager
 def recorded_types() -> Iterator[None]:
     """While inside, what they make is made by calls that PyTorch tells of."""
-    for name, kind in _TYPES.items():
-        # Under the whole name, which PyTorch reads where it is asked for a type.
-        setattr(torch, name, StandIn(f"torch.{name}", (), {"real": kind}))
+    vars(torch).update(_STAND_INS)
     try:
         yield
     finally:
-        for name, kind in _TYPES.items():
-            setattr(torch, name, kind)
+        vars(torch).update(_TYPES)

@@ -51,6 +51,7 @@ from .trace import ModuleCall, set_item
 from .transforms import RUNS_A_FUNCTION, VJP, Inside, Transform
 from .unrecorded import HAS_HOOKS, OWN_CONTEXT, READ_PAST_SIZES, Kept, contexts, odd_container
 
+_NOTHING: Any = contextlib.nullcontext()
 _CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda")
 
 
@@ -72,6 +73,7 @@ class Recorder(TorchFunctionMode):
         self.paths = {id(m): path for path, m in reversed(self.modules.items())}  # the first ones
         self._own = {id(m): _tensors(m) for m in self.modules.values()}
         self._leaf: dict[int, bool] = {}
+        self._known: dict[int, bool] = {}  # modules by id: whether they have a pattern
         self._by_name: dict[int, bool] = {}
         self._thread = threading.get_ident()  # in which the model runs; others are none of its own
         self._suspended = False
@@ -104,8 +106,13 @@ class Recorder(TorchFunctionMode):
         if id(m) not in self._leaf:
             plain = "forward" not in vars(m)  # nobody has replaced it
             plain = plain and not isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
-            self._leaf[id(m)] = (plain and is_torchs_layer(m)) or for_module(m) is not None
+            self._leaf[id(m)] = (plain and is_torchs_layer(m)) or self._is_known(m)
         return self._leaf[id(m)]
+
+    def _is_known(self, m: nn.Module) -> bool:
+        if id(m) not in self._known:
+            self._known[id(m)] = for_module(m) is not None
+        return self._known[id(m)]
 
     def module(self, original: Callable, m: nn.Module, args: Any, kwargs: Any) -> Any:
         path = self.paths.get(id(m))
@@ -123,7 +130,7 @@ class Recorder(TorchFunctionMode):
         lent = self._is_lent(m)
         if leaf and not lent:
             hooked = m._forward_pre_hooks or m._forward_hooks
-            known = for_module(m) is not None
+            known = self._is_known(m)
             run = partial(call_hooked, original, m) if hooked else partial(original, m)
             with _Paused(self), contextlib.suppress(HooksAct):
                 return self._record("call_module", path, run, args, kwargs, known=known)
@@ -172,7 +179,8 @@ class Recorder(TorchFunctionMode):
         """Whether a module runs on other tensors than its own (``torch.func.functional_call``)."""
         parts = m.modules() if self.is_leaf(m) and m._modules else [m]
         for part in parts:
-            if [*map(id, _tensors(part))] != [*map(id, self._own.get(id(part), ()))]:
+            now, own = _tensors(part), self._own.get(id(part), [])
+            if len(now) != len(own) or not all(map(operator.is_, now, own)):
                 return True
         return False
 
@@ -368,11 +376,11 @@ class Recorder(TorchFunctionMode):
         self._covered = []
         numbers = NumbersRead() if known and any(may_be_a_number(t) for t, _ in before) else None
         if known:
-            with numbers or contextlib.nullcontext():
+            with numbers or _NOTHING:
                 value = run(*args, **kwargs)
         else:
             beneath = AtenRecorder(self.nodes, before, asks_more=inside is not None)
-            with beneath, inside or contextlib.nullcontext():
+            with beneath, inside or _NOTHING:
                 value = run(*args, **kwargs)
             if beneath.besides:
                 inputs[1]["besides"] = (*inputs[1].get("besides", ()), *beneath.besides)
