@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -50,8 +51,9 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
 
 def is_torchs_layer(m: nn.Module) -> bool:
     """Whether it is one of ``torch.nn``, without parts."""
-    parts = any(part is not None for part in m._modules.values())
-    return type(m).__module__.startswith("torch.nn.") and not parts
+    return type(m).__module__.startswith("torch.nn.") and not any(
+        part is not None for part in m._modules.values()
+    )
 
 
 OF_TORCH = frozenset(vars(nn.Module()))  # parameters, hooks, children
@@ -117,11 +119,15 @@ def tensor_names(module: nn.Module) -> list[str]:
     return [n for n in dict.fromkeys(names) if ".parametrizations." not in f".{n}"]
 
 
+_NO_TENSORS = ATOMS | {tuple, list, dict, set, OrderedDict}
+
+
 def computed_by_hook(module: nn.Module) -> str:
     """Name of a tensor that is a plain attribute of a module, such as the weight of
     ``nn.utils.weight_norm``, or ``""``. (One number is none: a width, say, that is a tensor.)"""
     own = vars(module)
-    if not any(issubclass(kind, Tensor) for kind in {*map(type, own.values())}):  # mostly
+    kinds = {*map(type, own.values())} - _NO_TENSORS  # of most modules none is left
+    if not any(issubclass(kind, Tensor) for kind in kinds):
         return ""
     tensors = ((key, value) for key, value in own.items() if isinstance(value, Tensor))
     return next((key for key, value in tensors if value.dim()), "")

@@ -147,12 +147,13 @@ class Algebra(Meanings):
         path, _, key = name.rpartition(".")
         module = self.trace.modules[call.path]  # whose tensors the trace has names for
         owner = module.get_submodule(path) if path else module
-        if owner._parameters.get(key, owner) is None:  # a bias that it goes without
-            return None
-        try:
-            value = read_from(owner, key)
-        except AttributeError:
-            return None
+        if key in owner._parameters:
+            value: Any = owner._parameters[key]  # None for a bias that it goes without
+        else:
+            try:
+                value = read_from(owner, key)
+            except AttributeError:
+                return None
         if not isinstance(value, Tensor):
             return None
         full = self.trace.names.get(id(value))
@@ -237,6 +238,8 @@ class Algebra(Meanings):
         for other in laid[1:]:
             self.join(first, other, call)
         for x, axes in zip(operands, touched, strict=True):
+            if len(axes) == 1 and axes[0].dims == dims:  # as mostly
+                continue
             own = {d for axis in axes for d in axis.dims}
             if not own.issuperset(dims):
                 long = [d for d in dims if shape[d] > 1]
@@ -252,7 +255,7 @@ class Algebra(Meanings):
         constant, border = self.meet_constants(
             call, operands, touched, dims, shape, function, together
         )
-        alike = all(axis.blank for axes in touched for axis in axes)
+        alike = all([axis.blank for axes in touched for axis in axes])
         return Axis(dims, first.units, constant, border, blank=alike)
 
     def move(

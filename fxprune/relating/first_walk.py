@@ -417,5 +417,5 @@ class FirstWalk(Sayings):
 def _is_plain(value: Any) -> bool:
     """Whether a value is a tensor no dimension of which was cut in parts."""
     if isinstance(value, Channels):
-        return all(len(axis.dims) == 1 for axis in value.axes)
+        return all([len(axis.dims) == 1 for axis in value.axes])
     return isinstance(value, Named)

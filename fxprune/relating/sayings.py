@@ -19,7 +19,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..rules.call import Call, Named
-from ..rules.channels import Axis, Channels, Once, SourceAxis, followed, laid_out, laid_over, varying
+from ..rules.channels import (
+    Axis,
+    Channels,
+    Once,
+    SourceAxis,
+    followed,
+    laid_out,
+    laid_over,
+    varying,
+)
 from ..rules.shapes import with_rank
 from ..rules.spec import Spec
 from ..tracing.trace import Trace
@@ -117,10 +126,11 @@ class Sayings(Walk):
             return self.rows.dead(torch.zeros(1, *axis.shape, dtype=torch.float64))
         if telling.silent and not scales and axis.role not in ("scale", "stat"):
             return torch.zeros(1, *axis.shape, dtype=torch.float64)
-        values = axis.slices(self.read(axis.name)).cpu().reshape(1, *axis.shape)
+        values = axis.slices(self.read(axis.name)).reshape(1, *axis.shape)
         if values.is_complex():  # constants are real: of these only a zero is one
-            return self.rows.dead(_zero_or_nan((values == 0) | scales))
-        return self.rows.scale(values.double()) if scales else values.double()
+            return self.rows.dead(_zero_or_nan((values.cpu() == 0) | scales))
+        values = values.to("cpu", torch.float64)
+        return self.rows.scale(values) if scales else values
 
     @property
     def masks_scales(self) -> bool:
@@ -161,10 +171,9 @@ class Sayings(Walk):
             followed(_laid(x, axes, dims), size) for x, axes in zip(operands, touched, strict=True)
         ]
         rows = max([a.shape[0] for a in laid])
-        unknown = None
-        if rows > 1 or any(map(_may_have_nan, laid)):  # of several rows the last mostly has
-            blind = [a.isnan() for a in laid]
-            unknown = functools.reduce(torch.logical_or, blind).expand(rows, *sizes)
+        blind = [a.isnan() if _may_have_nan(a) else None for a in laid]  # behind a norm none is
+        some = [b for b in blind if b is not None]
+        unknown = functools.reduce(torch.logical_or, some).expand(rows, *sizes) if some else None
         # Where a factor is zero the product is, whatever the other factor is.
         zero = None
         if product:
@@ -179,9 +188,10 @@ class Sayings(Walk):
         def given() -> list[Tensor]:
             """Copies: a function may write to what it gets, and that may be the model's own."""
             whole = [a.expand(rows, *sizes) for a in laid]
-            if unknown is None:
-                return [a.clone() for a in whole]
-            return [a.masked_fill(b, 0.0) for a, b in zip(whole, blind, strict=True)]
+            return [
+                a.clone() if b is None else a.masked_fill(b, 0.0)
+                for a, b in zip(whole, blind, strict=True)
+            ]
 
         result = _called(function, given(), dims, shape, together)
         if function == call.replay:  # and no rule that says NaN for what it does not know
@@ -411,7 +421,7 @@ def _along(said: Tensor, dims: Sequence[int], axis: Axis) -> Tensor:
 
 
 def _may_be_known(x: Channels, axes: Sequence[Axis]) -> bool:
-    return all(a.constant is not None for a in axes) if axes else x.scalar is not None
+    return all([a.constant is not None for a in axes]) if axes else x.scalar is not None
 
 
 def _may_have_nan(values: Tensor) -> bool:

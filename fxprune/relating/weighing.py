@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -61,10 +62,15 @@ def delta_of(
     plain, squared = (None if v is None else laid(v) for v in (constant, variances))
     sums: list[Tensor] = []
     squares: list[Tensor] = []
-    with torch.autocast(w.device.type, enabled=False):  # it becomes a bias
+    several = max(1, _PIECE // max(1, groups * w.shape[2]))
+    kind = w.device.type
+    coarse = (
+        torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    )
+    with coarse:  # which what becomes a bias is not to be
         # A few rows at a time, which stay in the cache.
-        for some in rows.split(max(1, _PIECE // max(1, groups * w.shape[2]))):
-            part = w.index_select(1, some).to(dtype)
+        for start in range(0, len(rows), several):
+            part = w.index_select(1, rows[start : start + several]).to(dtype)
             if plain is not None:
                 sums.append(plain @ part.transpose(1, 2))
             if squared is not None:

@@ -241,8 +241,8 @@ def remap(x: Channels, where: dict[int, int], shape: tuple[int, ...]) -> Channel
     """``x`` with its dimensions in new places; an axis with one that is not in ``where`` ends."""
     axes = []
     for axis in x.axes:
-        if where.keys() >= {*axis.dims}:
-            moved = [where[d] for d in axis.dims]
+        moved = [where[d] for d in axis.dims if d in where]
+        if len(moved) == len(axis.dims):
             if len(moved) == 1 or moved == sorted(moved):
                 axes.append(axis.on(tuple(moved)))
                 continue
