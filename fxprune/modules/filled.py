@@ -14,6 +14,8 @@ from .inspecting import OF_TORCH
 # By the path of a module and the name of an attribute, the type of what it is while it is empty.
 Empty = dict[tuple[str, str], Any]
 
+_MAY_BE_EMPTY = frozenset((type(None), dict, list))
+
 
 def empty_attributes(modules: Mapping[str, nn.Module]) -> Empty:
     """Those that hold nothing as yet."""
@@ -21,7 +23,7 @@ def empty_attributes(modules: Mapping[str, nn.Module]) -> Empty:
         (path, name): type(value)
         for path, module in modules.items()
         for name, value in vars(module).items()
-        if name not in OF_TORCH and (value is None or (type(value) in (dict, list) and not value))
+        if type(value) in _MAY_BE_EMPTY and not value and name not in OF_TORCH
     }
 
 

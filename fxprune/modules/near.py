@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dis
 import functools
 import inspect
@@ -63,14 +64,23 @@ def near(
 ) -> Iterator[T]:
     """What there is of a module's class, its hooks and functions, and the objects it holds."""
     cls: Any = type(module)
+    package = package_of(cls)
     yield from of_class(cls)
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     for value in (*vars(module).values(), *hooks):
         held: Any = type(value)
+        if held in _PLAIN:  # as most are
+            continue
         if _is_routine(held):
-            yield from of_function(value, package_of(cls))
-        elif not isinstance(value, nn.Module) and package_of(held) == package_of(cls):
+            yield from of_function(value, package)
+        elif not isinstance(value, nn.Module) and package_of(held) == package:
             yield from of_class(held)
+
+
+# Types of Python's own: neither code, nor of any model's package.
+_PLAIN = frozenset(
+    (bool, int, float, str, type(None), tuple, list, dict, set, collections.OrderedDict)
+)
 
 
 @functools.lru_cache(maxsize=1024)

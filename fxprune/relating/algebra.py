@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.nn.utils import parametrize
 

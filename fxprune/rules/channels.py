@@ -44,13 +44,13 @@ class SourceAxis:
     _labels: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        shape = tuple([self.view[d] for d in self.dims])
-        size = math.prod(shape)
-        numbers = np.arange(self.first, self.first + size)
-        labels = torch.from_numpy(numbers)
-        labels = labels if len(shape) == 1 else labels.reshape(shape)
-        bare = self.role.startswith("bare")
-        vars(self).update(shape=shape, size=size, is_bare=bare, numbers=numbers, _labels=labels)
+        own = vars(self)  # which a frozen class lets nobody assign to one by one
+        own["shape"] = shape = tuple([self.view[d] for d in self.dims])
+        own["size"] = size = math.prod(shape)
+        own["numbers"] = np.arange(self.first, self.first + size)
+        labels = torch.from_numpy(self.numbers)
+        own["_labels"] = labels if len(shape) == 1 else labels.reshape(shape)
+        own["is_bare"] = self.role.startswith("bare")
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
@@ -334,7 +334,7 @@ def compact(
     axis: Axis, units: Tensor, old: Tensor | None, dims: tuple[int, ...]
 ) -> tuple[Tensor, Said]:
     """Over ``dims``, what an op has made of an axis: of its labels, and of what it says by the
-    ``old`` positions. That is worked out when it is asked for: behind a layer mostly nobody does."""
+    ``old`` positions. That is worked out when somebody asks: mostly nobody does."""
     index = tuple([slice(None) if d in dims else slice(0, 1) for d in range(units.dim())])
     said = None if old is None else Once(partial(_said_at, axis, old, index, dims))
     return units[index].reshape([units.size(d) for d in dims]), said

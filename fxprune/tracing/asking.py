@@ -44,10 +44,9 @@ def traced_attributes(modules: Mapping[str, nn.Module]) -> Iterator[Callable[[],
     undo: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def wrap(space: dict[str, Any], prefix: str) -> None:
-        sized = [item for item in space.items() if _may_be_sizes(type(item[1]))]
-        for key, value in sized:
+        for key, value in list(space.items()):
             kind: Any = type(value)
-            if key[:1] == "_":
+            if not _may_be_sizes(kind) or key[:1] == "_":
                 continue
             if kind is int:
                 new: Any = traced(value, Attribute(f"{prefix}{key}"))
@@ -77,9 +76,9 @@ def traced_attributes(modules: Mapping[str, nn.Module]) -> Iterator[Callable[[],
         prefix = f"{path}." if path else ""
         wrap(vars(m), prefix)
         spaces.append((vars(m), dict(vars(m))))
-        others = [item for item in vars(m).items() if type(item[1]) not in _PLAIN]
-        for key, value in others:
-            if is_configuration(type(value)) and id(value) not in seen:
+        for key, value in vars(m).items():
+            kind: Any = type(value)
+            if kind not in _PLAIN and is_configuration(kind) and id(value) not in seen:
                 seen.add(id(value))  # one is often shared by many modules
                 wrap(vars(value), f"{prefix}{key}.")
                 spaces.append((vars(value), dict(vars(value))))
