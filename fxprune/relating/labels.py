@@ -32,8 +32,10 @@ class Labels:
         self._ends: list[int] = []  # the label behind its last
         self.count = FROZEN + 1
         self._joins: list[tuple[np.ndarray, np.ndarray]] = []
-        self._whole: dict[int, SourceAxis] = {}  # by id of the labels of a parameter's axis
+        self._whole: dict[int, SourceAxis] = {}  # by where the labels of a parameter's axis lie
         self._same: list[tuple[int, int]] = []  # first labels of two that are joined one by one
+        # Of other arrays, by id, the axis that each was joined to first.
+        self._met: dict[int, tuple[Tensor, SourceAxis]] = {}
 
     def fresh(self, n: int) -> Tensor:
         """Labels of ``n`` slices that no parameter has a part in."""
@@ -53,18 +55,35 @@ class Labels:
         self._note(self.sources[index])
 
     def _note(self, axis: SourceAxis) -> None:
-        self._whole[id(axis.labels())] = axis
+        self._whole[axis.labels().data_ptr()] = axis
 
     def join(self, a: Tensor, b: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Two arrays of labels, slice by slice; the two as they are kept."""
-        one, other = self._whole.get(id(a)), self._whole.get(id(b))
+        one, other = self._axis(a), self._axis(b)
         left = a.reshape(-1).numpy() if one is None else one.numbers
         right = b.reshape(-1).numpy() if other is None else other.numbers
-        if one is None or other is None or one.shape != other.shape:
+        first, second = one or self._first_met(a, other), other or self._first_met(b, one)
+        if first is None or second is None:
             self._joins.append((left, right))
         else:
-            self._same.append((one.first, other.first))
+            self._same.append((first.first, second.first))
         return left, right
+
+    def _axis(self, units: Tensor) -> SourceAxis | None:
+        """The parameter's axis whose labels these are, one after the other."""
+        axis = self._whole.get(units.data_ptr())
+        whole = axis is not None and units.numel() == axis.size and units.is_contiguous()
+        return axis if whole else None
+
+    def _first_met(self, units: Tensor, axis: SourceAxis | None) -> SourceAxis | None:
+        """The axis that an array was joined to before, which can stand for it where it meets
+        another one; None where it meets an axis for the first time, or none."""
+        if axis is None:
+            return None
+        if id(units) not in self._met:
+            self._met[id(units)] = units, axis
+            return None
+        return self._met[id(units)][1]
 
     def freeze(self, units: Tensor) -> None:
         labels = units.reshape(-1).numpy()
