@@ -350,8 +350,9 @@ class FirstWalk(Sayings):
     # -- the answer -----------------------------------------------------------------------------
 
     def relations(self) -> Relations:
+        owners = self.labels.owners()
         while True:
-            natural, frozen = self._solve()
+            natural, frozen = self._solve(owners)
             # Classes that stay are one class, 0; no class of its own has that number.
             classes = np.where(frozen[natural], 0, natural + 1)
             if self._around_parts:
@@ -367,7 +368,6 @@ class FirstWalk(Sayings):
                 reason = f"every slice has to stay for {rectangle.where}"
                 self.freeze(Axis((0,), rectangle.units.reshape(-1)), reason, None)
         bins = [b for r in self.rectangles if (b := r.bin(classes)) is not None]
-        owners = self.labels.owners()
         components = self.labels.groups(natural, owners, bins)
         group_of = components[natural]
         return Relations(
@@ -406,11 +406,11 @@ class FirstWalk(Sayings):
                 self.freeze(end, "they are padded", call)
         self._around_parts.clear()
 
-    def _solve(self) -> tuple[np.ndarray, np.ndarray]:
+    def _solve(self, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(class of each label, whether each class stays)."""
         classes, frozen = self.labels.joined()
         owned = np.zeros(len(frozen), dtype=bool)  # what no parameter has a part in stays
-        owned[classes[self.labels.owners() >= 0]] = True
+        owned[classes[owners >= 0]] = True
         return classes, frozen | ~owned
 
 

@@ -135,7 +135,8 @@ class Labels:
         same = np.arange(self.count)
         for source in self.sources:
             first = led(source.first)
-            same[source.first : source.first + source.size] = np.arange(first, first + source.size)
+            if first != source.first:
+                same[source.first : source.first + source.size] = same[first : first + source.size]
         return same
 
     def groups(self, natural: np.ndarray, owners: np.ndarray, bins: Iterable[Bin]) -> np.ndarray:
