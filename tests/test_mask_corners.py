@@ -302,3 +302,42 @@ def test_layers_whose_weights_are_turned_are_compacted_and_keep_what_was_said():
     plan = fxprune.plan(model, rows(2, 6), calibration=[rows(64, 6)])
     assert plan.predicted_error and not plan.notes
     assert prove(plan, model, plan.apply(model), rows(2, 6)) <= 1e-9
+
+
+class Memory(nn.Module):
+    """Its tensors have names of methods of ``nn.ModuleDict``."""
+
+    def __init__(self):
+        super().__init__()
+        self.ask = nn.Linear(6, 16)
+        self.keys = nn.Parameter(torch.randn(10, 16))
+        self.values = nn.Parameter(torch.randn(10, 12))
+        self.register_buffer("items", torch.randn(12))
+        self.out = nn.Linear(12, 3)
+
+    def forward(self, x):
+        found = (self.ask(x) @ self.keys.t()).softmax(-1) @ self.values
+        return self.out(torch.relu(found + self.items))
+
+
+def test_tensors_with_names_of_methods_of_the_dict_that_holds_parametrizations_are_masked(tmp_path):
+    model, x = Memory().double(), rows(4, 6)
+    plan = fxprune.plan(model, x)
+    assert plan.kept.keys() >= {"keys", "values", "items"}
+    masked, small = plan.mask(model), plan.apply(model)
+    assert prove(plan, model, small, x) < 1e-9
+    twin = copy.deepcopy(masked)
+    assert torch.equal(twin(x), masked(x))
+    file = io.BytesIO()
+    torch.save(masked, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(x), masked(x))
+    assert torch.allclose(plan.apply(masked)(x), masked(x), rtol=0, atol=1e-9)
+    masks.l1_unstructured(small, "keys", 0.25)
+    masks.l1_unstructured(small, "values", 0.25)
+    fxprune.save(small, tmp_path / "small")
+    loaded = fxprune.load(Memory().double(), tmp_path / "small")
+    assert torch.equal(loaded(x), small(x))
+    masks.remove(small, "keys")
+    masks.remove(small, "values")
+    assert isinstance(small.keys, nn.Parameter) and torch.equal(loaded(x), small(x))

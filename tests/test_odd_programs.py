@@ -940,3 +940,18 @@ def test_a_group_that_is_left_to_its_carriers_is_left_whole_biases_too():
     check(net, x)
     plan = fxprune.plan(net, x, exact=True)
     assert "exact=True would keep each of its masked channels" in str(plan)
+
+
+def test_a_tensor_that_is_taken_as_a_plain_number_is_no_obstacle():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.gate, self.out = nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(8, 2)
+
+        def forward(self, x):
+            h = torch.relu(self.a(x))
+            chosen = F.one_hot(self.gate(h).argmax(-1), torch.tensor(4))
+            return self.out(h) * chosen.sum(-1, keepdim=True)
+
+    small = fxprune.prune(Net(), torch.randn(2, 6))
+    assert small.a.out_features == 4

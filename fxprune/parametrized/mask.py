@@ -73,16 +73,31 @@ def parametrized_by(module: nn.Module, name: str, made: nn.Module) -> None:
     derives from it for that: it might ask for more than a name, or keep a list of such classes."""
     cls = type(module)
     if parametrize.is_parametrized(module):
-        parametrize.register_parametrization(module, name, made, unsafe=True)
+        _register(module, name, made)
         return
     silent = classmethod(lambda cls, **given: None)
     module.__class__ = derived(cls, cls.__name__, {"__init_subclass__": silent})
     try:
-        parametrize.register_parametrization(module, name, made, unsafe=True)
+        _register(module, name, made)
     except BaseException:
         module.__class__ = cls
         raise
     _made_again(module, cls)
+
+
+def _register(module: nn.Module, name: str, made: nn.Module) -> None:
+    """PyTorch keeps parametrizations in a ``ModuleDict``, which refuses the names of its methods;
+    parameters may have them (``keys`` and ``values`` of a memory)."""
+    if name in parametrizations(module) or not hasattr(nn.ModuleDict, name):
+        parametrize.register_parametrization(module, name, made, unsafe=True)
+        return
+    chain = parametrize.ParametrizationList([made], getattr(module, name), unsafe=True)
+    delattr(module, name)
+    if not parametrize.is_parametrized(module):
+        parametrize._inject_new_class(module)
+        module.parametrizations = nn.ModuleDict()
+    parametrize._inject_property(module, name)
+    parametrizations(module)._modules[name] = chain
 
 
 def bake(model: nn.Module, *, others: bool = False) -> None:

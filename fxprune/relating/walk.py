@@ -68,8 +68,8 @@ class Walk(Algebra):
         known = name in self.trace.constants and name not in self.trace.written
         if torch.Size(spec.shape).numel() != 1 or not known:
             return None
-        value = self.trace.constants[name]
-        return None if value.is_complex() else float(value)
+        value = self.trace.constants[name]  # None where nothing uses it
+        return None if value is None or value.is_complex() else float(value)
 
     def _resolve(self, value: Any, numbers: Mapping[fx.Node, int] = MappingProxyType({})) -> Any:
         if isinstance(value, fx.Node):
