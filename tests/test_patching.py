@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import fxprune
 from fxprune.code import Code, Patched
 
-from .oracle import awake, check, difference, run
+from .oracle import awake, check, difference, run, zeroed_slices_equal_pruned
 
 
 def images(n=2, size=8):
@@ -835,3 +835,36 @@ def test_registries_of_classes_do_not_hear_of_new_code(cls):
     assert small.a.out_features == 4 and type(small) is not cls and isinstance(small, cls)
     assert before == REGISTERED
     assert type(copy.deepcopy(small)) is type(pickle.loads(pickle.dumps(small))) is type(small)
+
+
+class OnItsInput(nn.Module):
+    """Attention whose sizes are made of the input's width, which nothing can change."""
+
+    def __init__(self, normed):
+        super().__init__()
+        self.heads, self.normed, self.norm = 4, normed, nn.LayerNorm(16)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        b, t, width = x.size()
+        q, k, v = self.qkv(self.norm(x) if self.normed else x).split(width, dim=2)
+        q = q.view(b, t, self.heads, width // self.heads).transpose(1, 2)
+        k = k.view(b, t, self.heads, width // self.heads).transpose(1, 2)
+        v = v.view(b, t, self.heads, width // self.heads).transpose(1, 2)
+        mixed = ((q @ k.mT).softmax(-1) @ v).transpose(1, 2)
+        return x + self.out(mixed.reshape(b, t, width))
+
+
+@pytest.mark.parametrize("sparsity", [0.25, 0.5])
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_size_of_the_input_that_a_weight_reads_is_a_width_and_no_length(sparsity, normed):
+    net = awake(nn.Sequential(OnItsInput(normed), OnItsInput(normed)))
+    x = torch.randn(2, 5, 16).double()
+    plan = fxprune.plan(net, x, sparsity=sparsity, bias="drop")
+    small = plan.apply(net)
+    assert small[0].heads == small[1].heads == 4 * (1 - sparsity)
+    assert small[1].qkv.out_features == 48 * (1 - sparsity)
+    for shape in ((2, 5, 16), (3, 9, 16)):
+        other = torch.randn(shape).double()
+        assert difference(run(plan.mask(net), other), run(small, other)) < 1e-9
+    zeroed_slices_equal_pruned(plan, net, x)

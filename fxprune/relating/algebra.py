@@ -45,6 +45,9 @@ class Algebra(Meanings):
         self.modules = trace.modules
         self._above: Any = None  # the call that the graph at work lies beneath
         self._varying: set[int] = set()  # labels of slices of which other inputs have others
+        # Dimensions of nodes without channels that weights read: no other input has another size.
+        self.read_dims: set[tuple[fx.Node, int]] = set()
+        self.laid_over: dict[fx.Node, list[fx.Node]] = {}  # what lies beneath the result of a call
 
     def unknown(self, call: Call, reason: str = "") -> Any:
         """A call that nothing is known about: what goes in stays whole, what comes out is rigid."""
@@ -202,6 +205,11 @@ class Algebra(Meanings):
         ``together``: it treats each element by itself, along dimensions without channels at least.
         """
         shape = broadcast_shape([x.shape for x in operands]) if shape is None else shape
+        if isinstance(call.spec, Spec) and call.spec.shape == shape:
+            self.laid_over[call.node] = [
+                node for node in call.node.all_input_nodes
+                if any(self.values.get(node) is x for x in operands)
+            ]  # fmt: skip
         shifted = [with_rank(x, len(shape)) for x in operands]
         axes = [
             axis
@@ -375,6 +383,7 @@ class Algebra(Meanings):
         Contracted pairs share their units and end; batch pairs ``(x, w, result)`` share them and
         stay; free dimensions pass on to the result.
         """
+        self._note_read(call, x, w, contracted)
         # In a space where each pair is one dimension, x and w meet as under broadcasting.
         pairs = [*contracted, *((a, b) for a, b, _ in batch)]
         rank = len(pairs)
@@ -448,10 +457,20 @@ class Algebra(Meanings):
         ``border`` tells that a constant input does not make a constant output: ``"padding"`` where
         zeros stand around it, ``"pattern"`` where outputs differ by position throughout.
         """
+        self._note_read(call, x, w, pairs)
         xs = remap(x, {d: i for i, (d, _) in enumerate(pairs)}, tuple(x.shape[d] for d, _ in pairs))
         ws = remap(w, {d: i for i, (_, d) in enumerate(pairs)}, tuple(w.shape[d] for _, d in pairs))
         self.meet(call, [xs, ws], None, xs.shape)
         self.contracted(call, xs, ws, range(len(pairs)), border)
+
+    def _note_read(
+        self, call: Call, x: Channels, w: Channels, pairs: Iterable[tuple[int, int]]
+    ) -> None:
+        axes = ((d, x.axis(d), w.axis(e)) for d, e in pairs)
+        dims = [d for d, own, axis in axes if own is None and axis is not None and axis.source]
+        for node in call.node.all_input_nodes if dims else ():
+            if self.values.get(node) is x:
+                self.read_dims.update((node, d) for d in dims)
 
     def reduce(
         self, call: Call, x: Channels, dims: Iterable[int], keepdim: bool, *, adds: bool = False

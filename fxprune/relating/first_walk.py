@@ -391,8 +391,22 @@ class FirstWalk(Sayings):
             views=self.views,
             added=self.added,
             around={node: np.concatenate(labels) for node, labels in self.around.items()},
+            read_dims=self._all_read_dims(),
             said=self if self._settled and self.telling is not None else None,
         )
+
+    def _all_read_dims(self) -> set[tuple[fx.Node, int]]:
+        """With those of what is added to them, say, or normed to become them."""
+        read = set(self.read_dims)
+        for node in reversed(self.trace.graph.nodes) if read else ():
+            for source in self.laid_over.get(node, ()):
+                x, y = self.values[source].shape, self.values[node].shape
+                over = len(y) - len(x)
+                read.update(
+                    (source, d) for d, n in enumerate(x)
+                    if (node, d + over) in read and n == y[d + over]
+                )  # fmt: skip
+        return read
 
     def _place_around_parts(self, natural: np.ndarray) -> None:
         """What is put around the slices of a head goes with the head, where that goes as a whole;

@@ -93,6 +93,8 @@ class Relations:
     # Labels of the slices that calls put around channels: whether these go is all that the amounts
     # of such a call depend on.
     around: dict[fx.Node, np.ndarray] = field(repr=False, default_factory=dict)
+    # Dimensions of nodes, without channels, that weights read.
+    read_dims: set[tuple[fx.Node, int]] = field(repr=False, default_factory=set)
     # What the first walk heard beside; None where roles changed on the way, and with them what
     # slices say.
     said: Sayings | None = field(repr=False, default=None)

@@ -170,7 +170,9 @@ class Resizing(Orders):
     def is_free(self, node: fx.Node, dim: int) -> bool:
         """Whether a dimension is no width, but the batch's or one of positions."""
         x = self.before[node]
-        return isinstance(x, Channels) and x.axis(dim) is None
+        if not isinstance(x, Channels) or x.axis(dim) is not None:
+            return False
+        return (node, dim % len(x.shape)) not in self._relations.read_dims
 
     def _keep_numbers(self, call: Call, sizes: Container[Any]) -> None:
         """A number that the code computes from a width (``y / y.shape[1]``) stays what it was, but
