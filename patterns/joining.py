@@ -101,6 +101,18 @@ def end_to_end(a, call, parts, dim):
     return result
 
 
+def with_ends(a, call, x, dim, before, behind):
+    """``x`` between slices that are before and behind it along ``dim``."""
+    parts = []
+    for axis in (before, x.axis(dim), behind):
+        if width := axis.units.size(axis.dims.index(dim)):
+            shape = tuple(width if d == dim else n for d, n in enumerate(x.shape))
+            parts.append(Channels(shape, (axis,)))
+    shape = tuple(sum(p.shape[d] for p in parts) if d == dim else n for d, n in enumerate(x.shape))
+    joined = end_to_end(a, call, parts, dim)
+    return Channels(shape, tuple(joined if dim in axis.dims else axis for axis in x.axes))
+
+
 def constants(axis, sizes, dims, mixed):
     """What a part says over ``dims``, of these sizes; none but 0 where zeros stand around it."""
     if axis is None:

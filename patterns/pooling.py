@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxprune.patterns.convolution import as_tuple
-from fxprune.patterns.joining import end_to_end
+from fxprune.patterns.joining import with_ends
 from fxprune.rules.channels import Channels
 from fxprune.rules.registry import register
 
@@ -183,18 +183,6 @@ def at_ends(amounts, rank, dim):
     """Of what is put around a tensor, that before and behind ``dim``."""
     at = 2 * (rank - 1 - dim)
     return tuple(amounts[at : at + 2]) if at < len(amounts) else (0, 0)
-
-
-def with_ends(a, call, x, dim, before, behind):
-    """``x`` between slices that are before and behind it along ``dim``."""
-    parts = []
-    for axis in (before, x.axis(dim), behind):
-        if width := axis.units.size(axis.dims.index(dim)):
-            shape = tuple(width if d == dim else n for d, n in enumerate(x.shape))
-            parts.append(Channels(shape, (axis,)))
-    shape = tuple(sum(p.shape[d] for p in parts) if d == dim else n for d, n in enumerate(x.shape))
-    joined = end_to_end(a, call, parts, dim)
-    return Channels(shape, tuple(joined if dim in axis.dims else axis for axis in x.axes))
 
 
 def new_amounts(amounts, new):

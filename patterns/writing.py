@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 import torch
+from torch import fx
 
 from fxprune.patterns.indexing import (
     as_tuple,
     is_data,
     is_full,
     is_mask,
+    is_read_in_part,
     masked_dims,
     new_index,
     per_dim,
     pick,
     where_masked,
 )
+from fxprune.patterns.joining import with_ends
 from fxprune.patterns.selecting import beside
 from fxprune.rules.call import Named
 from fxprune.rules.channels import Axis, Channels, remap
 from fxprune.rules.registry import register
-from fxprune.tracing.trace import set_item
+from fxprune.tracing.trace import after_write, set_item
 
 
 def set_masked(a, call, x, rank, written):
@@ -68,7 +73,7 @@ def setitem(a, call):
     a.distinguish(part)
     if written is not None:
         met = a.meet(call, [part, written], None, shape)
-        x = laid_together(x, met, per_dim(x, index))
+        x = laid_together(a, call, x, met, call.node.args[1])
     if not isinstance(value, Channels):
         value = Channels((), scalar=a.number_given(call, 2, "value"))
     y = a.overlaid(x, value, by_numbers(x, index))
@@ -76,20 +81,59 @@ def setitem(a, call):
     return y.told_apart(some if written is None else range(len(y.shape)))
 
 
-def laid_together(x, met, items):
+def laid_together(a, call, x, met, index):
     """Where slices of ``x`` are alike along dimensions that what is written has one axis over, they
-    are its slices from then on."""
+    are its slices from then on; those before and behind them, of each head, go with the head.
+
+    ``index`` is that of the code: in it sizes are nodes."""
+    items = per_dim(x, fx.node.map_arg(index, lambda n: n.meta["spec"]))
     if any(dim is None or not isinstance(item, (int, slice)) for _, dim, item in items):
         return x
     left = [dim for _, dim, item in items if not isinstance(item, int)]
-    full = {dim for _, dim, item in items if is_full(item)}
+    parts = {dim: item for _, dim, item in items if not is_full(item)}
+    given = {dim: item for _, dim, item in per_dim(x, index)}
     for axis in met.axes:
         dims = tuple(left[d] for d in axis.dims)
         alike = {d for other in x.axes if other.blank for d in other.dims}
-        if len(dims) > 1 and alike & full >= set(dims):
-            others = [other for other in x.axes if set(dims).isdisjoint(other.dims)]
-            x = x.with_axes(sorted([*others, Axis(dims, axis.units)], key=lambda each: each.dims))
+        some = [d for d in dims if d in parts]
+        if len(dims) == 1 or not alike >= set(dims) or len(some) > 1:
+            continue
+        laid = Axis(dims, axis.units)
+        if some:
+            if not is_run(parts[some[0]]) or is_read_in_part(a, given[some[0]]):
+                continue
+            laid = between(a, call, x, laid, some[0], parts[some[0]])
+        others = [other for other in x.axes if set(dims).isdisjoint(other.dims)]
+        x = x.with_axes(sorted([*others, laid], key=lambda each: each.dims))
     return x
+
+
+def is_run(part):
+    """Whether a slice is one of numbers, without a step."""
+    ends = part.start, part.stop
+    return part.step in (None, 1) and all(end is None or isinstance(end, int) for end in ends)
+
+
+def between(a, call, x, axis, dim, part):
+    """``axis``, which is written to a ``part`` of ``x`` along ``dim``, between slices of each head
+    of which nothing is known."""
+    whole = call.recorded(0, "input").shape[dim]
+    start, stop, _ = part.indices(whole)
+    around = a.put_around(call, axis, dim, (start, whole - stop), None)
+    width = axis.units.size(axis.dims.index(dim))
+    shape = tuple(width if d == dim else n for d, n in enumerate(x.shape))
+    return with_ends(a, call, Channels(shape, (axis,)), dim, *around).axes[0]
+
+
+@register(after_write)
+def written_to(a, call):
+    """A tensor after a call has written to what shares its memory: to a part of it, say."""
+    x, write = a.forget(call.channels()), call.node.args[1]
+    if write.op == "call_method" and str(write.target).endswith("_"):
+        part, met = write.args[0], a.values[write]
+        if part.target is operator.getitem and part.args[0] is call.node.args[0]:
+            x = laid_together(a, call, x, met, part.args[1])
+    return x.told_apart(range(len(x.shape)))
 
 
 def by_numbers(x, index):

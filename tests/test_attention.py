@@ -972,6 +972,62 @@ def test_heads_between_others_that_are_put_around_them():
     check(Net(forward, a=nn.Linear(6, 24), o=nn.Linear(36, 5)), tokens(), shrinks=False)
 
 
+def filled(write, k, r):
+    y = k.new_zeros(*k.shape[:-1], k.shape[-1] + 4)
+    write(y, k, r.expand(-1, k.shape[1], -1, -1))
+    return y
+
+
+def set_parts(y, k, r):
+    y[..., :6], y[..., 6:] = k, r
+
+
+def copy_parts(y, k, r):
+    y[..., :-4].copy_(k)
+    y[..., -4:].copy_(r)
+
+
+def copy_behind(y, k, r):
+    y[..., 4:].copy_(k)
+    y[..., :4] += r
+
+
+def set_between(y, k, r):
+    y[:, :, :, 2:8] = k
+    y[..., 1] = r[..., 0]
+
+
+BESIDE = {
+    "cat": lambda k, r: torch.cat([k, r.expand(*k.shape[:-1], -1)], -1),
+    "cat, in front": lambda k, r: torch.cat([r.expand(-1, k.shape[1], -1, -1), k], -1),
+    **{
+        f.__name__: lambda k, r, f=f: filled(f, k, r)
+        for f in (set_parts, copy_parts, copy_behind, set_between)
+    },
+}
+
+
+@pytest.mark.parametrize("attention", HOW)
+@pytest.mark.parametrize("beside", BESIDE)
+def test_heads_go_whose_keys_have_a_part_that_all_heads_share(beside, attention):
+    """Multi-head latent attention: turned by positions, that part stays as it is."""
+
+    def forward(s, x):
+        q = s.q(x).view(*x.shape[:2], -1, 10).transpose(1, 2)
+        k, v = s.kv(s.latent(x)).view(*x.shape[:2], -1, 12).transpose(1, 2).chunk(2, -1)
+        r = s.shared(x)[:, None] * torch.linspace(0.5, 1, 4, dtype=x.dtype)
+        y = (q @ BESIDE[beside](k, r).mT).softmax(-1) @ v
+        return s.o(y.transpose(1, 2).flatten(2))
+
+    net = Net(forward, q=nn.Linear(6, 40), latent=nn.Linear(6, 8), kv=nn.Linear(8, 48),
+              shared=nn.Linear(6, 4), o=nn.Linear(24, 5))  # fmt: skip
+    plan, small = check(net, tokens(), attention=attention)
+    assert difference(run(plan.mask(net), tokens(9)), run(small, tokens(9))) < 1e-9
+    if attention == "heads":
+        assert [m.out_features for m in (small.q, small.kv, small.shared)] == [20, 24, 4]
+        assert fxprune.prune(small, tokens(), sparsity=0.5).q.out_features == 10
+
+
 SCALES = {
     "a layer": lambda s, y: s.mix(y),
     "a function": lambda s, y: F.conv1d(y, s.mix.weight, s.mix.bias, groups=12),

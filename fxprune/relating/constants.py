@@ -74,7 +74,7 @@ class Retold(Sayings):
         )
 
     def put_around(
-        self, call: Call, axis: Axis, dim: int, amounts: tuple[int, int], value: float
+        self, call: Call, axis: Axis, dim: int, amounts: tuple[int, int], value: float | None
     ) -> tuple[Axis, Axis]:
         before, behind = ends_of(self._before[call.node], dim, amounts)
         return (

@@ -180,7 +180,7 @@ class FirstWalk(Sayings):
         return Channels(call.shape, tuple(axes))
 
     def put_around(
-        self, call: Call, axis: Axis, dim: int, amounts: tuple[int, int], value: float
+        self, call: Call, axis: Axis, dim: int, amounts: tuple[int, int], value: float | None
     ) -> tuple[Axis, Axis]:
         self._spoken = None
         ends = []

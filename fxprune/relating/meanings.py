@@ -73,10 +73,11 @@ class Meanings:
         return self.rigid_result(call)
 
     def put_around(
-        self, call: Call, axis: Axis, dim: int, amounts: tuple[int, int], value: float
+        self, call: Call, axis: Axis, dim: int, amounts: tuple[int, int], value: float | None
     ) -> tuple[Axis, Axis]:
         """Slices that the call puts before and behind those that ``axis`` has along ``dim``, so
-        many when the run was recorded: the units of what meets them there."""
+        many when the run was recorded: the units of what meets them there. All of them are of one
+        ``value`` (None: not known)."""
         raise NotImplementedError
 
     def source(self, value: Named, roles: Roles, view: tuple[int, ...] | None) -> Channels:

@@ -21,7 +21,7 @@ from ..rules.call import Call, Named, leaves, map_specs, rigid
 from ..rules.channels import Axis, Channels
 from ..rules.spec import TOLD, Spec
 from ..tracing.aten import followed, is_pointwise, ops_of
-from ..tracing.trace import after_write, is_size
+from ..tracing.trace import is_size
 from ..tracing.transforms import Transform
 from .algebra import Algebra
 
@@ -91,8 +91,6 @@ class Walk(Algebra):
             return self.number(node, args)
         if isinstance(node.meta["spec"], (*TOLD, str)):
             return node.meta["spec"]
-        if node.target is after_write:
-            return self.forget(args[0]).told_apart(range(len(args[0].shape)))
         call = Call(self, node, self.trace.pattern(node), args, kwargs, inputs=inputs)
         if node.op == "call_module":
             call.path = str(node.target)

@@ -269,7 +269,7 @@ class Replay(Resizing):
         return Channels(call.shape, tuple(axes))
 
     def put_around(
-        self, call: Call, axis: Axis, dim: int, amounts: tuple[int, int], value: float
+        self, call: Call, axis: Axis, dim: int, amounts: tuple[int, int], value: float | None
     ) -> tuple[Axis, Axis]:
         before, behind = (
             replace(end, units=self._compress(end.units, end.units))
