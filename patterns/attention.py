@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import dis
+from types import FunctionType
+
+import torch
+from torch import fx
+
 from fxprune.patterns.matmul import product
-from fxprune.rules.channels import remap
+from fxprune.rules.channels import Channels, remap
 from fxprune.rules.registry import register
 
 
@@ -25,6 +31,47 @@ def attention(a, call):
         k, v = (repeated(a, call, x, heads, n) for x, n in zip((k, v), own, strict=True))
     mask = call.arg(3, "attn_mask")
     return mix(a, call, q, k, v, [] if mask is None else [a.channels(mask)])
+
+
+@register(torch.ops.higher_order.flex_attention)
+def flex_attention(a, call):
+    """What ``flex_attention`` calls: functions change scores, or leave them out. Whole heads go:
+    the scale is a number by now that their width has made."""
+    if any(user.args[1] != 0 for user in call.node.users):  # sums of weights, for what joins parts
+        return a.unknown(call)
+    q, k, v = (call.channels(i, name) for i, name in enumerate(("query", "key", "value")))
+    q, k = (a.freeze_dims(x, [3], f"{call.name} makes its scale of them", call) for x in (q, k))
+    heads, own = (call.recorded(i, "").shape[1] for i in (0, 1))
+    if tells_heads_apart(a, call):
+        q, k, v = (
+            a.freeze_dims(x, [1], f"a function of {call.name} tells heads apart", call)
+            for x in (q, k, v)
+        )
+    if heads != own:
+        k, v = (repeated(a, call, x, heads, own) for x in (k, v))
+    return mix(a, call, q, k, v), *(Channels(spec.shape) for spec in call.spec[1:])
+
+
+def tells_heads_apart(a, call):
+    """Whether the mask has more than one head, or a function may read the number of a head."""
+    _, _, _, score, mask, *_ = call.node.args
+    if any(isinstance(t, Channels) and t.shape[1] > 1 for t in call.args[4]):
+        return True
+    functions = [
+        a.trace.constants.get(str(f.target)) if isinstance(f, fx.Node) else f
+        for f in (score, mask[-1])
+    ]  # fmt: skip
+    return any(map(reads, functions, (2, 1)))  # of (score, batch, head, …), of (batch, head, …)
+
+
+def reads(function, position):
+    """Whether a function may read an argument."""
+    code = function.__code__ if isinstance(function, FunctionType) else None
+    if code is None or code.co_argcount <= position:
+        return True
+    name = code.co_varnames[position]
+    used = (i.argval for i in dis.get_instructions(code))
+    return any(name == n or (isinstance(n, tuple) and name in n) for n in used)
 
 
 def repeated(a, call, x, heads, own):

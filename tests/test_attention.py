@@ -6,11 +6,13 @@ import copy
 import io
 import math
 import types
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fxprune
 
@@ -1026,6 +1028,67 @@ def test_heads_go_whose_keys_have_a_part_that_all_heads_share(beside, attention)
     if attention == "heads":
         assert [m.out_features for m in (small.q, small.kv, small.shared)] == [20, 24, 4]
         assert fxprune.prune(small, tokens(), sparsity=0.5).q.out_features == 10
+
+
+def later(score, b, h, i, j):
+    return torch.where(i >= j, score, -torch.inf)
+
+
+def nearer(score, b, h, i, j):
+    return score - (i - j).abs() * 0.1
+
+
+def nearer_by_heads(score, b, h, i, j):
+    return score - (i - j).abs() * 0.1 * (h + 1)
+
+
+def masked_by(function, heads=None):
+    def attend(q, k, v):
+        n = q.shape[2]
+        mask = create_block_mask(function, None, heads, n, n, device="cpu")
+        return flex_attention(q, k, v, block_mask=mask)
+
+    return attend
+
+
+FLEX = {  # how, and whether heads go
+    "plain": (flex_attention, True),
+    "later": (partial(flex_attention, score_mod=later), True),
+    "nearer": (partial(flex_attention, score_mod=nearer, scale=0.3), True),
+    "mask": (masked_by(lambda b, h, i, j: i >= j), True),
+    "nearer by heads": (partial(flex_attention, score_mod=nearer_by_heads), False),
+    "mask of each head": (masked_by(lambda b, h, i, j: i >= j + h - 9, 4), False),
+    "function of no code": (partial(flex_attention, score_mod=partial(nearer)), False),
+}
+
+
+@pytest.mark.parametrize("how", FLEX)
+def test_heads_go_where_no_function_of_flex_attention_tells_them_apart(how):
+    attend, go = FLEX[how]
+    net = Net(
+        lambda s, x: s.o(
+            attend(*(m(x).unflatten(2, (-1, 6)).transpose(1, 2) for m in (s.q, s.k, s.v)))
+            .transpose(1, 2).flatten(2)
+        ),
+        **{n: nn.Linear(6, 24) for n in "qkv"}, o=nn.Linear(24, 5),
+    )  # fmt: skip
+    plan, small = check(net, tokens(), shrinks=False)
+    if go:
+        assert [m.out_features for m in (small.q, small.k, small.v)] == [12, 12, 12]
+        assert difference(run(plan.mask(net), tokens(9)), run(small, tokens(9))) < 1e-9
+    else:
+        assert small.q.out_features == 24 and small.v.out_features in (12, 24)
+        assert "tells heads apart" in dict(plan.skipped)["q"] or "scale" in dict(plan.skipped)["q"]
+
+
+def test_groups_of_queries_of_flex_attention_go_with_their_keys():
+    def forward(s, x):
+        q, k, v = (m(x).unflatten(2, (-1, 6)).transpose(1, 2) for m in (s.q, s.k, s.v))
+        return s.o(flex_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2))
+
+    layers = {"q": nn.Linear(6, 48), "k": nn.Linear(6, 24), "v": nn.Linear(6, 24)}
+    _, small = check(Net(forward, **layers, o=nn.Linear(48, 5)), tokens())
+    assert [m.out_features for m in (small.q, small.k)] == [24, 12]
 
 
 SCALES = {

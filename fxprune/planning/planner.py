@@ -328,7 +328,9 @@ class Planner:
             return _ENDLESS
         if self.settings.round_to > 1:
             return f"no smaller width is a multiple of {self.settings.round_to} in all its parts"
-        return "its parts have to lose equally many, and no choice of units does"
+        note = groups.note_about(group, self.relations)
+        stays = f"; of some, {note.reason}" if note else ""
+        return f"its parts have to lose equally many, and no choice of units does{stays}"
 
     def _choice(self, group: groups.Group) -> Choice:
         layers = [self.relations.of(axis).reshape(-1) for axis in group.producers]

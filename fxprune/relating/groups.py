@@ -131,6 +131,11 @@ def note_for(labels: np.ndarray, relations: Relations) -> Note | None:
     return found
 
 
+def note_about(group: Group, relations: Relations) -> Note | None:
+    """What was said of slices of its layers, where some stay."""
+    return _note_of(_labels(group), relations)
+
+
 def _note_of(labels: np.ndarray, relations: Relations) -> Note | None:
     """The one that is about most of them."""
     about = [int(np.isin(n.units.numpy(), labels).sum()) for n in relations.frozen]
