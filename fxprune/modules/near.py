@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +10,8 @@ from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodW
 from typing import Any, TypeVar
 
 from torch import nn
+
+from .bytecode import arguments
 
 T = TypeVar("T")
 
@@ -124,15 +125,13 @@ def functions_of(cls: type) -> tuple[FunctionType, ...]:
 @functools.lru_cache(maxsize=4096)
 def stored_in(code: CodeType) -> frozenset[str]:
     """The attributes that code sets or deletes."""
-    steps = dis.get_instructions(code)
-    return frozenset(s.argval for s in steps if s.opname in ("STORE_ATTR", "DELETE_ATTR"))
+    return arguments(code, "STORE_ATTR", "DELETE_ATTR")
 
 
 @functools.lru_cache(maxsize=4096)
 def global_names(code: CodeType) -> frozenset[str]:
     """Which globals code reads: it has names of attributes in the same list."""
-    steps = (s for c in within(code) for s in dis.get_instructions(c))
-    return frozenset(step.argval for step in steps if step.opname == "LOAD_GLOBAL")
+    return frozenset(name for c in within(code) for name in arguments(c, "LOAD_GLOBAL"))
 
 
 def methods_with(cls: type, lines: Iterable[str]) -> list[str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 import operator
-import re
 from functools import lru_cache
 from itertools import pairwise
 from types import CodeType
@@ -13,6 +11,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from ..modules.bytecode import Step, outcomes, step_at, steps
 from ..modules.near import codes_near, names_in
 
 
@@ -30,12 +29,12 @@ def is_off(module: nn.Module, code: CodeType) -> bool:
 @lru_cache(maxsize=1024)
 def _guards(code: CodeType) -> tuple[str, ...]:
     """Of each reading of the flag, the attribute that has to be true for it; "" where none has."""
-    steps = _steps(code)
+    done = steps(code)
     found = []
-    for i, step in enumerate(steps):
+    for i, step in enumerate(done):
         if step.argval != "training":
             continue
-        before = steps[max(i - 4, 0) : i]
+        before = done[max(i - 4, 0) : i]
         ways = ("LOAD_FAST", "LOAD_ATTR", "POP_JUMP", "LOAD_FAST")
         alike = len(before) == 4 and all(
             b.opname.startswith(way) for b, way in zip(before, ways, strict=True)
@@ -59,14 +58,14 @@ def hands_mode_on(module: nn.Module) -> int | None:
 
 @lru_cache(maxsize=1024)
 def _hands_on(code: CodeType) -> int | None:
-    steps = _steps(code)
-    read = [i for i, step in enumerate(steps) if step.argval == "training"]
+    done = steps(code)
+    read = [i for i, step in enumerate(done) if step.argval == "training"]
     # Names of keywords are constants; where they are not loaded as such, dis gives their number.
-    words = [code.co_consts[s.arg or 0] if s.opname == "KW_NAMES" else s.argval for s in steps]
+    words = [code.co_consts[s.arg or 0] if s.opname == "KW_NAMES" else s.argval for s in done]
     handed = [names for names in words if isinstance(names, tuple) and "training" in names]
     pushes = ("LOAD_", "PUSH_", "KW_NAMES", "PRECALL", "CALL")
     only = len(read) == len(handed) and all(
-        steps[i].opname in ("LOAD_ATTR", "LOAD_FAST") and steps[i + 1].opname.startswith(pushes)
+        done[i].opname in ("LOAD_ATTR", "LOAD_FAST") and done[i + 1].opname.startswith(pushes)
         for i in read
     )
     return len(read) if only else None
@@ -90,19 +89,18 @@ def chooses_numbers(module: nn.Module) -> bool:
 def _chosen(code: CodeType) -> tuple[str, ...] | None:
     """The attributes between which, and constants, code chooses by its mode; None where it does
     something else by it."""
-    steps = _steps(code)
-    at = {step.offset: i for i, step in enumerate(steps)}
+    done = steps(code)
     found: list[str] = []
-    for i, step in enumerate(steps):
+    for i, step in enumerate(done):
         if step.argval != "training":
             continue
-        test = steps[i + 1]
-        start = at.get(test.argval, 0) if "JUMP" in test.opname else 0
-        leave = steps[start - 1] if start > i + 1 else test
+        test = done[i + 1]
+        start = outcomes(code, i + 1)[1] if "JUMP" in test.opname else 0
+        leave = done[start - 1] if start > i + 1 else test
         if leave.opname == "JUMP_FORWARD":
-            branches = [steps[i + 2 : start - 1], steps[start : at[leave.argval]]]
+            branches = [done[i + 2 : start - 1], done[start : step_at(code, leave.argval)]]
         elif leave.opname.startswith("RETURN"):  # each has what follows both, from Python 3.12 on
-            branches = _apart(steps[i + 2 : start], steps[start:])
+            branches = _apart(done[i + 2 : start], done[start:])
         else:
             return None
         for branch in branches:
@@ -116,10 +114,10 @@ def _chosen(code: CodeType) -> tuple[str, ...] | None:
     return tuple(found)
 
 
-def _apart(one: list[dis.Instruction], other: list[dis.Instruction]) -> list[Any]:
+def _apart(one: tuple[Step, ...], other: tuple[Step, ...]) -> list[tuple[Step, ...]]:
     """Two branches without what is the same behind both of them, up to the return."""
     ends = [i for i, step in enumerate(other) if step.opname.startswith("RETURN")]
-    other = other[: ends[0] + 1] if ends else []
+    other = other[: ends[0] + 1] if ends else ()
     same = 0
     for a, b in zip(reversed(one), reversed(other), strict=False):
         if (a.opname, a.argval) != (b.opname, b.argval):
@@ -135,34 +133,11 @@ def reads_mode_of_others(module: nn.Module) -> bool:
 
 @lru_cache(maxsize=1024)
 def _reads_of_others(code: CodeType) -> bool:
-    steps = _steps(code)
     own = code.co_varnames[:1]
     return any(
         step.opname == "LOAD_ATTR" and step.argval == "training" and before.argval not in own
-        for before, step in pairwise(steps)
+        for before, step in pairwise(steps(code))
     )
-
-
-def _steps(code: CodeType) -> list[dis.Instruction]:
-    """What code does, one thing after the other: from Python 3.13 on, some instructions load or
-    store two variables."""
-    found = []
-    for step in dis.get_instructions(code):
-        if step.opname in _NOTHING:
-            continue
-        halves = _HALF.findall(step.opname) if isinstance(step.argval, tuple) else ()
-        if len(halves) == 2:
-            found += [
-                step._replace(opname=name, argval=variable)
-                for name, variable in zip(halves, step.argval, strict=True)
-            ]
-        else:
-            found.append(step)
-    return found
-
-
-_HALF = re.compile("(?:LOAD|STORE)_FAST(?:_BORROW)?")
-_NOTHING = frozenset(("CACHE", "TO_BOOL", "NOT_TAKEN"))
 
 
 def training_argument(node: fx.Node) -> int | str | None:
