@@ -159,6 +159,8 @@ def pad(a, call, amounts, numbers, mode, value):
         around = a.put_around(call, x.axis(dim), dim, at_ends(amounts, rank, dim), value)
         x = with_ends(a, call, x, dim, *around)
     y = a.move(call, x, padded, call.shape, touched=(set(dims) & labelled).difference(wider))
+    if a.is_unsure(call):  # other inputs may be padded where this one is not
+        return a.forget(y)
     if set(dims) <= labelled:
         return y
     return a.bordered(y) if value == 0 else a.forget(y)

@@ -104,6 +104,11 @@ class Algebra(Meanings):
             fixed is not None and not fixed.is_sure(node, self.is_free_size)
         )
 
+    def is_given_numbers(self, call: Call) -> bool:
+        """Whether a call is given any number, or makes its result with one."""
+        tensors = all(isinstance(n.meta.get("spec"), Spec) for n in call.node.all_input_nodes)
+        return not tensors or bool(self._recorded(call).meta.get("given"))
+
     def may_read_others(self, call: Call) -> bool:
         """Whether a call may read other constants in another run."""
         fixed, node = self.trace.fixed, self._recorded(call)

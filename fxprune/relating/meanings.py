@@ -198,6 +198,9 @@ class Meanings:
         """``x`` after ``x[index] = value``, where the index is known."""
         return x
 
+    def reach(self, node: fx.Node) -> None:
+        """The walk has come to a call of the model's."""
+
     def forget(self, value: Any) -> Any:
         """The value, of whose constants nothing is known any more."""
         return value

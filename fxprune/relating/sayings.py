@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..rules.call import Call, Named
+from ..rules.call import Call, Named, map_specs
 from ..rules.channels import (
     Axis,
     Channels,
@@ -201,6 +201,8 @@ class Sayings(Walk):
                     self.freeze(axis, why, call)
                 return None, False
             if self.is_unsure(call):
+                if not product and self.is_given_numbers(call):  # 0 + 0 may be 0 + 1
+                    return None, False
                 # Nothing is sure but zeros that stay zeros.
                 sure = functools.reduce(torch.logical_and, [t == 0 for t in (*given(), result)])
                 result = _zero_or_nan(sure)
@@ -261,6 +263,17 @@ class Sayings(Walk):
         if index is None or self.telling is None:
             return self.forget(x)
         return Channels(x.shape, tuple(_overlaid(x, axis, value, index) for axis in x.axes))
+
+    def reach(self, node: fx.Node) -> None:
+        fixed, at = self.trace.fixed, node.meta.get("index")
+        if self.telling is None or fixed is None or at is None:
+            return
+        for other in fixed.doubtful(at, self.is_free_size):
+            if other in self.values:
+                self.values[other] = map_specs(self.values[other], self._doubted)
+
+    def _doubted(self, value: Any) -> Any:
+        return self.forget(value) if isinstance(value, Channels) and value.axes else value
 
     def forget(self, value: Any) -> Any:
         return Channels(value.shape, tuple(axis.saying(None) for axis in value.axes))
@@ -339,7 +352,9 @@ class Sayings(Walk):
                 constant = other.says(weight.dims)
                 constant = constant.expand(-1, *sizes)
                 no_sink = isinstance(call.spec, Spec) and call.spec.dtype.is_complex
-                if no_sink or self.may_read_others(call):
+                if self.may_read_others(call):
+                    constant = torch.full_like(constant, torch.nan)
+                elif no_sink:
                     constant = _zero_or_nan(constant == 0)
                 around = border or ("padding" if other.border else "")
                 arrive = other.over(weight.dims).expand(sizes)

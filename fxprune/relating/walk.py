@@ -39,6 +39,8 @@ class Walk(Algebra):
     def _walk(self, graph: fx.Graph) -> Any:
         values = self.values
         for node in graph.nodes:
+            if graph is self.trace.graph:
+                self.reach(node)
             if node.op == "placeholder":
                 outer = node.meta.get("outer")  # set in the graph beneath a call
                 spec = node.meta["spec"]

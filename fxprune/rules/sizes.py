@@ -59,7 +59,7 @@ class Question:
     asked_at: Any = None  # the same of the code that asked for it: it may be PyTorch's
     only_checks: bool = False  # another answer would have been an error
     index: int = 0  # of the next node
-    callers: tuple[Any, ...] = ()  # codes that have called the one that asked, in the same module
+    codes: tuple[Any, ...] = ()  # those of the model that ran, from the one that asked outwards
 
     @property
     def key(self) -> Any:

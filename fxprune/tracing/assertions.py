@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-import dis
 import functools
-from collections.abc import Callable
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import pairwise
 from types import CodeType, FrameType
+from typing import NamedTuple
 
-from ..modules.frames import WHERE_RUNS_BEGIN, code_of, is_model_code
+from ..modules.bytecode import (
+    Step,
+    catches_errors,
+    condition_at,
+    decided,
+    ends_in_error,
+    jumps_if_true,
+    names_beside,
+    outcomes,
+    step_at,
+    steps,
+    steps_behind,
+    taking,
+)
+from ..modules.frames import code_of, codes_of
 
 
 def is_check(frame: FrameType | None, answer: object) -> bool:
@@ -15,125 +30,123 @@ def is_check(frame: FrameType | None, answer: object) -> bool:
     other outcome than an error: ``assert``, or ``if``, with a ``raise``."""
     if frame is None or not isinstance(answer, bool):
         return False
-    if answer not in _checked_at(code_of(frame)).get(frame.f_lasti, ()):
-        return False
-    outer: FrameType | None = frame
-    while outer is not None and outer.f_code.co_name != WHERE_RUNS_BEGIN:
-        if is_model_code(outer) and _catches(code_of(outer)):
-            return False
-        outer = outer.f_back
-    return True
-
-
-def ends_otherwise(site: tuple[CodeType, int] | None) -> bool:
-    """Whether a condition at a place in code, or one of several that are asked together, has but
-    one outcome that is no error: what comes behind it has seen that one."""
-    return site is not None and site[1] in _guards(site[0])
-
-
-@functools.lru_cache(maxsize=256)
-def _guards(code: CodeType) -> frozenset[int]:
-    return _asked(code, lambda steps, here, there: (
-        _raises(steps, here, there) or _raises(steps, there, here)
-    ))  # fmt: skip
-
-
-def _asked(
-    code: CodeType, fits: Callable[[list[dis.Instruction], int, int], bool]
-) -> frozenset[int]:
-    """The places of the conditions in code that fit: ``fits(steps, here, there)`` gets the steps,
-    the one behind the condition and the one that it leads to otherwise."""
-    steps, at = _steps(code)
-    found = set()
-    for i, step in enumerate(steps):
-        condition = "JUMP" in step.opname and "_IF_" in step.opname
-        if condition and fits(steps, i + 1, at.get(step.argval, len(steps))):
-            found |= {asked.offset for asked in steps[max(i - 1, 0) : i + 1]}
-    return frozenset(found)
-
-
-def may_compute(site: tuple[CodeType, int]) -> bool:
-    """Whether a condition at a place in code decides over more than values that are there: what
-    its function returns may be another by it."""
-    return site[1] in _computing(site[0])
-
-
-@functools.lru_cache(maxsize=256)
-def _computing(code: CodeType) -> frozenset[int]:
-    return _asked(code, lambda steps, here, there: any(
-        each.opname.startswith(("CALL", "BINARY_OP")) for each in steps[here:there]
-    ))  # fmt: skip
-
-
-def is_looped_over(site: tuple[CodeType, int]) -> bool:
-    """Whether what is asked at a place in code is the range of a loop."""
-    steps, at = _steps(site[0])
-    behind = at.get(site[1], len(steps)) + 1
-    return behind < len(steps) and steps[behind].opname == "GET_ITER"
-
-
-def is_in_loop(site: tuple[CodeType, int] | None) -> bool:
-    """Whether a loop over something runs what is at a place in code."""
-    return site is not None and any(start < site[1] < end for start, end in _loops(site[0]))
-
-
-@functools.lru_cache(maxsize=256)
-def _loops(code: CodeType) -> list[tuple[int, int]]:
-    steps, _ = _steps(code)
-    return [(step.offset, step.argval) for step in steps if step.opname == "FOR_ITER"]
-
-
-def _place(steps: list[dis.Instruction], at: int) -> int:
-    return steps[at].offset if at < len(steps) else -1
-
-
-def _steps(code: CodeType) -> tuple[list[dis.Instruction], dict[int, int]]:
-    """The instructions of code, and which of them is at which place."""
-    steps = [s for s in dis.get_instructions(code) if s.opname not in _NOTHING]
-    return steps, {step.offset: i for i, step in enumerate(steps)}
+    sure = answer in _checked_at(code_of(frame), frame.f_lasti)
+    return sure and not is_caught(codes_of(frame))
 
 
 @functools.lru_cache(maxsize=1024)
-def _catches(code: CodeType) -> bool:
-    """Whether a function catches errors, which may be its way to go on; ``with`` does not."""
-    names = [step.opname for step in dis.get_instructions(code)]
-    handlers = names.count("PUSH_EXC_INFO") + names.count("SETUP_FINALLY")
-    return handlers > names.count("WITH_EXCEPT_START")
+def _checked_at(code: CodeType, place: int) -> list[bool]:
+    """Of what is asked at a place in code, the answers after which there is no error."""
+    condition = condition_at(code, place)
+    asks = step_at(code, place)
+    if condition is None or (asks != condition and steps(code)[asks].opname != "COMPARE_OP"):
+        return []
+    jumps = jumps_if_true(code, condition)
+    stays, goes = (ends_in_error(code, step) for step in outcomes(code, condition))
+    return [] if jumps is None else [jumps] * stays + [not jumps] * goes
 
 
-@functools.lru_cache(maxsize=256)
-def _checked_at(code: CodeType) -> dict[int, list[bool]]:
-    """By the place of a condition in the code, the answers after which there is no error."""
-    steps, at = _steps(code)
-    found: dict[int, list[bool]] = {}
-    for i, step in enumerate(steps):
-        jumps = "IF_TRUE" in step.opname
-        if "JUMP" not in step.opname or not (jumps or "IF_FALSE" in step.opname):
+def is_caught(codes: Iterable[CodeType]) -> bool:
+    """Whether some of the codes that run may catch an error."""
+    return any(map(catches_errors, codes))
+
+
+@functools.lru_cache(maxsize=1024)
+def ends_otherwise(code: CodeType, place: int) -> bool:
+    """Whether a condition at a place in code, or one of several that are asked together, has but
+    one outcome that is no error: what comes behind it has seen that one, if nobody catches it."""
+    condition = condition_at(code, place)
+    if condition is None:
+        return "_assert" in names_beside(code, place)
+    if any(ends_in_error(code, step) for step in outcomes(code, condition)):
+        return True
+    hangs = decided(code, condition)
+    names = [steps(code)[i].opname for i in hangs if not ends_in_error(code, i)]
+    return len(names) < len(hangs) and not any(name.startswith(_ACTING) for name in names)
+
+
+_ACTING = ("STORE", "DELETE", "POP_TOP", "RETURN", "YIELD")
+
+
+class Hanging(NamedTuple):
+    """What code does by some answers to what it asks, and not by others."""
+
+    names: frozenset[str]  # what it may call
+    sets: frozenset[str]  # attributes
+    gives: bool = True  # other values than before may be at hand behind it, or given back
+    returns: bool = True  # code may give back another value, if only a flag
+
+
+@functools.lru_cache(maxsize=1024)
+def hanging(code: CodeType, place: int) -> Hanging:
+    """Of what is asked at a place in code."""
+    condition = condition_at(code, place)
+    if condition is None:  # the answer is kept: who knows
+        behind = step_at(code, place) + 1
+        near = steps(code)[behind : behind + 3]  # self.flag = len(x) > 2
+        return Hanging(frozenset(code.co_names), _named(near, _SETTING))
+    hangs = decided(code, condition) + taking(code, condition)
+    found = [steps(code)[i] for i in hangs]
+    names = [step.opname for step in found]
+    # Python 3.10 does not tell what it calls so from what it has in a variable.
+    unnamed = "PUSH_NULL" in names or "CALL_FUNCTION" in names
+    called = frozenset(code.co_names) if unnamed else _named(found, _NAMING)
+    kept = _named(found, ("STORE_FAST",))
+    returned = _named((a for a, b in pairwise(steps(code)) if b.opname == "RETURN_VALUE"), _LOADING)
+    returns = any("RETURN" in name for name in names) or not kept.isdisjoint(returned)
+    flags = _named((b for a, b in pairwise(found) if a.opname not in _PARTS), ("STORE_FAST",))
+    idle = _is_idle(found) and all(_is_idle(used) for used in _used(code, condition, flags))
+    return Hanging(called, _named(found, _SETTING), not idle, returns)
+
+
+_PARTS = ("BINARY_SUBSCR", "BINARY_SLICE")
+_LOADING = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
+
+
+_SETTING = ("STORE_ATTR", "DELETE_ATTR")
+_NAMING = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_SUPER_ATTR")
+
+
+def _named(found: Iterable[Step], instructions: Container[str]) -> frozenset[str]:
+    return frozenset(step.argval for step in found if step.opname in instructions)
+
+
+def _used(code: CodeType, condition: int, flags: Container[str]) -> Iterator[list[Step]]:
+    """What code does behind a condition by what it then has in variables: as a condition, or to
+    take an item."""
+    for i in steps_behind(code, condition) if flags else ():
+        step = steps(code)[i]
+        if step.opname not in _LOADING or step.argval not in flags:
             continue
-        answers = []
-        if _raises(steps, i + 1):
-            answers.append(jumps)
-        if _raises(steps, at.get(step.argval, len(steps))):
-            answers.append(not jumps)
-        for asked in steps[max(i - 1, 0) : i + 1]:  # by the jump, or by the step before it
-            if asked is step or asked.opname in ("TO_BOOL", "COMPARE_OP"):
-                found[asked.offset] = answers
-    return found
+        asks = condition_at(code, step.offset)
+        if asks is None and i + 2 < len(steps(code)):  # it is compared first
+            asks = condition_at(code, steps(code)[i + 2].offset)
+        if asks is not None:
+            yield [steps(code)[j] for j in (*decided(code, asks), *taking(code, asks))]
+        yield [each for each in steps(code)[i + 1 : i + 2] if each.opname in _PARTS]
 
 
-def _raises(steps: list[dis.Instruction], start: int, past: int | None = None) -> bool:
-    """Whether an error is raised from ``start`` on; or by some further condition, of which the
-    other outcome leads to the step ``past``."""
-    for step in steps[start:]:
-        if past is not None and "JUMP" in step.opname and step.argval == _place(steps, past):
-            continue
-        if step.opname == "RAISE_VARARGS":
-            return True
-        if step.argval == "StopIteration":  # a loop ends
+def _is_idle(found: Sequence[Step]) -> bool:
+    """Whether steps do no more than to make flags, to take parts of what has the name that they
+    store them by, and to return constants."""
+    loaded, fresh = list[str](), False  # since the last statement; whether a call makes something
+    for i, step in enumerate(found):
+        before = found[i - 1].opname if i else ""
+        name = step.opname
+        if name.startswith("LOAD_FAST"):
+            loaded.append(step.argval)
+        elif name.startswith(("CALL", "BINARY_OP", "UNARY_NEG", "UNARY_POS", "UNARY_INV")):
+            fresh = True
+        elif name.startswith("RETURN") and name != "RETURN_CONST":
+            if before != "LOAD_CONST":
+                return False
+        elif name == "STORE_FAST":
+            taken = {*loaded[:1], *(loaded[-1:] if before.startswith("LOAD_FAST") else ())}
+            if fresh or not taken <= {step.argval}:
+                return False
+            loaded = []
+        elif name.startswith(("STORE", "DELETE", "YIELD", "INPLACE", "POP_TOP")):
             return False
-        if "JUMP" in step.opname or "RETURN" in step.opname or "YIELD" in step.opname:
-            return False
-    return False
-
-
-_NOTHING = ("CACHE", "NOP", "EXTENDED_ARG")
+        elif "JUMP" in name and "IF" in name:
+            loaded, fresh = [], False  # what it has made was asked
+    return not fresh and (not found or found[-1].opname not in _PARTS)

@@ -66,11 +66,9 @@ class Questions:
     def _question(
         self, frame: FrameType | None, function: Any, operands: tuple[Any, ...], answer: Any
     ) -> sizes.Question:
-        codes = codes_of(frame)
-        callers = codes[1 : len(codes) - self._calls[self._nodes.running[-1]].depth]
         return sizes.Question(
             function, operands, answer, line_of(frame), site_of(frame), site_of(frame_that_asks()),
-            is_check(frame, answer), self._nodes.count, callers,
+            is_check(frame, answer), self._nodes.count, codes_of(frame),
         )  # fmt: skip
 
     # -- sizes ----------------------------------------------------------------------------------
