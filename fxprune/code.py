@@ -297,4 +297,6 @@ def _keys(arguments: Any) -> tuple[Any, ...]:
 
 def take(x: Tensor, dim: int, positions: list[int]) -> Tensor:
     """Slices of ``x`` at ``positions`` along ``dim``: channels in the order the next layer has."""
-    return x.index_select(dim, torch.tensor(positions, device=x.device))
+    # A list in an index can be followed, and changed, where the result is pruned again.
+    index: tuple[Any, ...] = (*[slice(None)] * dim, positions)
+    return x[index]

@@ -248,3 +248,31 @@ def test_a_graph_module_whose_forward_is_written_anew_has_no_graph_of_old_sizes(
             use()
     assert fxprune.trace(small, x)(x).shape == (2, 5)
     assert torch.equal(fxprune.prune(model, x)(x), small(x))
+
+
+class Shuffled(nn.Module):
+    """Its channels come out of the shuffle in another order than the next layer's are left in."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(12, 24, 1, groups=3)
+        self.b = nn.Conv2d(24, 24, 3, padding=1, groups=24)
+        self.c = nn.Conv2d(24, 12, 1, groups=3)
+
+    def forward(self, x):
+        h = torch.relu(self.a(x))
+        n, c, *size = h.shape
+        h = h.view(n, 3, c // 3, *size).transpose(1, 2).contiguous().view(n, c, *size)
+        return x + self.c(self.b(h))
+
+
+def test_what_a_new_forward_puts_in_order_is_pruned_again():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 12, 3), Shuffled(), nn.ReLU(), nn.Conv2d(12, 5, 3))
+    net, x = net.double().eval(), torch.randn(2, 3, 10, 10).double()
+    once = fxprune.prune(net, x, sparsity=0.5)
+    plan = fxprune.plan(once, x, sparsity=0.5)
+    twice = plan.apply(once)
+    assert (once[1].a.out_channels, twice[1].a.out_channels) == (12, 6)
+    other = torch.randn(3, 3, 9, 12).double()
+    assert torch.allclose(plan.mask(once)(other), twice(other), rtol=0, atol=1e-9)
