@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -417,6 +419,43 @@ class WithTables(nn.Module):
         return self.b(torch.relu(self.a(x))) * self.cache.sum()
 
 
+class Spectral(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8).double(), nn.Linear(8, 3).double()
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex128))
+        self.pairs = nn.Parameter(torch.randn(4, 2, dtype=torch.float64))
+        self.one = nn.Buffer(torch.tensor(1j, dtype=torch.complex128).conj())
+
+    def forward(self, x):
+        y = torch.einsum("bi,io->bo", self.a(x).to(self.weight.dtype), self.weight)
+        return self.b((y * self.one).imag) + self.pairs.sum()
+
+
+def test_complex_numbers_of_double_precision_are_pairs_in_the_file(path):
+    x = torch.randn(3, 6, dtype=torch.float64)
+    small = fxprune.prune(Spectral().eval(), x)
+    loaded = trip(small, Spectral, path, x)
+    assert loaded.weight.dtype == torch.complex128 and loaded.weight.shape == (4, 4)
+    with safe_open(path, "pt") as file:
+        assert torch.equal(file.get_tensor("weight"), torch.view_as_real(small.weight.detach()))
+
+
+@pytest.mark.parametrize("pairs, words", [
+    ('["gone"]', "no pairs that are called 'gone'"), ('["a.weight"]', "no pairs that are called"),
+    ("3", "no pairs that are called 3"), ("[[]]", "no pairs that are called"),
+    ('["weight", "weight"]', "no pairs that are called 'weight'"), ('["pairs"]', "has shape "),
+    ("{", "cannot be read"),
+])  # fmt: skip
+def test_a_file_that_is_wrong_about_its_pairs_is_refused(path, pairs, words):
+    fxprune.save(fxprune.prune(Spectral().eval(), torch.randn(3, 6, dtype=torch.float64)), path)
+    with safe_open(path, "pt") as file:
+        about, tensors = file.metadata(), {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+    save_file(tensors, path, {**about, "fxprune.pairs": pairs})
+    with pytest.raises((fxprune.FileError, fxprune.PlanError), match=words):
+        fxprune.load(Spectral(), path)
+
+
 def test_tensors_of_other_types_and_buffers_that_are_not_saved(path):
     small = fxprune.prune(WithTables().eval(), torch.randn(2, 6))
     with torch.no_grad():
@@ -571,9 +610,9 @@ def quantized():
     return small
 
 
-def wide():
+def narrow():
     small = fxprune.prune(WithTables().eval(), torch.randn(2, 6))
-    small.wave = small.wave.to(torch.complex128)
+    small.wave = small.wave.to(torch.complex32)
     return small
 
 
@@ -589,7 +628,7 @@ def other_head():
      fxprune.ModelError, "as_graph=False"),
     (lambda: {}, fxprune.ModelError, "is a dict"),
     (quantized, fxprune.ModelError, "table is a Tensor of torch.qint8"),
-    (wide, fxprune.ModelError, "wave is a Tensor of torch.complex128"),
+    (narrow, fxprune.ModelError, "wave is a Tensor of torch.complex32"),
     (other_head, fxprune.ModelError, "b.weight has shape"),
     (lambda: pruned().to("meta"), fxprune.ModelError, "meta device"),
 ], ids=["whole", "graph", "dict", "quantized", "complex", "changed", "meta"])  # fmt: skip

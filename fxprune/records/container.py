@@ -1,4 +1,6 @@
-"""The file: tensors as safetensors has them, and a text beside them, with a checksum over both."""
+"""The file: tensors as safetensors has them, and a text beside them, with a checksum over both.
+
+Complex numbers of double precision, which it has not, are written as pairs."""
 
 from __future__ import annotations
 
@@ -23,6 +25,7 @@ from .indices import Malformed
 
 KEY = "fxprune"
 _SUM = "fxprune.sha256"
+_PAIRS = "fxprune.pairs"  # names of tensors whose numbers are written as two
 _HEADER, _EACH = 1 << 20, 1 << 11  # bytes of a header: in any case, and for each tensor
 
 
@@ -62,7 +65,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], text: str) -> None:
     """Write a file, or leave the one that is there as it was."""
     with replacing(path) as beside:
-        save_file(dict(tensors), beside, {"format": "pt", KEY: text, _SUM: _digest(tensors, text)})
+        pairs = [name for name, t in tensors.items() if t.dtype == torch.complex128]
+        about = {"format": "pt", KEY: text, _SUM: _digest(tensors, text)}
+        if pairs:
+            about[_PAIRS] = json.dumps(pairs)
+        real = {name: torch.view_as_real(tensors[name]) for name in pairs}
+        save_file({**tensors, **real}, beside, about)
         length, room = _header(beside), room_for(len(tensors))
         if length > room:
             raise Malformed(
@@ -78,11 +86,13 @@ class Container:
     text: str
     sum: str
     shapes: dict[str, tuple[int, ...]]
+    _pairs: frozenset[str]
     _file: Any
 
     def tensor(self, name: str) -> Tensor:
         """In memory of its file: to be copied."""
-        return self._file.get_tensor(name)
+        tensor = self._file.get_tensor(name)
+        return torch.view_as_complex(tensor) if name in self._pairs else tensor
 
     def check(self) -> None:
         """Raise where any bit is not what was written."""
@@ -105,7 +115,14 @@ def reading(path: str | os.PathLike[str], tensors: int) -> Iterator[Container]:
             raise Malformed("it is a safetensors file, but none of fxprune.save")
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         shapes = {name: tuple(found.get_shape()) for name, found in slices.items()}
-        yield Container(about[KEY], about[_SUM], shapes, file)
+        pairs = parse(about.get(_PAIRS, "[]"))
+        for name in pairs if isinstance(pairs, list) else [pairs]:
+            if not isinstance(name, str) or shapes.get(name, ())[-1:] != (2,):
+                raise Malformed(f"it has no pairs that are called {name!r:.200}")
+            if slices[name].get_dtype() != "F64":
+                raise Malformed(f"{name} holds no pairs of double precision")
+            shapes[name] = shapes[name][:-1]
+        yield Container(about[KEY], about[_SUM], shapes, frozenset(pairs), file)
 
 
 def size_of(path: str | os.PathLike[str]) -> int:

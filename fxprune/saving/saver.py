@@ -72,7 +72,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         about["ties"] |= dict.fromkeys(names[1:], first)
         if memory_format(tensor) != torch.contiguous_format:
             about["channels_last"].append(first)
-        tensors[first] = tensor.cpu().contiguous()
+        tensors[first] = tensor.cpu().resolve_conj().contiguous()
     for path_in, module in model.named_modules():
         for key in masked_names(module):
             name = dotted(path_in, key)
@@ -161,7 +161,7 @@ def _storable(name: str, place: Place) -> Tensor:
     plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout == torch.strided
     if tensor.is_meta:
         raise ModelError(f"{name} is on the meta device and has no values; load weights first")
-    if not plain or tensor.is_quantized or tensor.dtype in (torch.complex32, torch.complex128):
+    if not plain or tensor.is_quantized or tensor.dtype == torch.complex32:
         kind = f"{type(tensor).__name__} of {tensor.dtype} and {tensor.layout}"
         raise ModelError(
             f"{name} is a {kind}, which no safetensors file holds. Save before such a conversion "
