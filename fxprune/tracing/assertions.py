@@ -99,10 +99,9 @@ def hanging(code: CodeType, place: int) -> Hanging:
     return Hanging(called, _named(found, _SETTING), not idle, returns)
 
 
+_MAKING = ("CALL", "BINARY_", "UNARY_NEG", "UNARY_POS", "UNARY_INV")
 _PARTS = ("BINARY_SUBSCR", "BINARY_SLICE")
 _LOADING = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
-
-
 _SETTING = ("STORE_ATTR", "DELETE_ATTR")
 _NAMING = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_SUPER_ATTR")
 
@@ -135,7 +134,7 @@ def _is_idle(found: Sequence[Step]) -> bool:
         name = step.opname
         if name.startswith("LOAD_FAST"):
             loaded.append(step.argval)
-        elif name.startswith(("CALL", "BINARY_OP", "UNARY_NEG", "UNARY_POS", "UNARY_INV")):
+        elif name.startswith(_MAKING) and name not in _PARTS:
             fresh = True
         elif name.startswith("RETURN") and name != "RETURN_CONST":
             if before != "LOAD_CONST":
