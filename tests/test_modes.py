@@ -425,20 +425,25 @@ def by_a_plain_number(s, x):
     return s.b(s.a(x).sigmoid().reshape(int(x.shape[0]), 2, 4).flatten(1))
 
 
-def through_time(s, x):
+@pytest.mark.parametrize("forward", [
+    in_a_loop, in_steps_of_two, by_a_plain_number,
+], ids=lambda f: f.__name__)  # fmt: skip
+def test_code_that_goes_by_the_size_of_the_batch_is_not_written_anew(forward):
+    plan, masked, small = both(forward)
+    assert not plan.code and "inputs may have others" in reason(plan)
+    assert difference(masked, small, n=3) <= 1e-9
+
+
+def through_features(s, x):
     h = x.new_zeros(x.shape[0], 8)
     for t in range(x.shape[1]):
         h = torch.tanh(s.a(x) * x[:, t, None] + h)
     return s.b(h)
 
 
-@pytest.mark.parametrize("forward", [
-    in_a_loop, in_steps_of_two, by_a_plain_number, through_time,
-], ids=lambda f: f.__name__)  # fmt: skip
-def test_code_that_goes_by_the_size_of_the_batch_is_not_written_anew(forward):
-    plan, masked, small = both(forward)
-    assert not plan.code and "inputs may have others" in reason(plan)
-    assert difference(masked, small, n=3) <= 1e-9
+def test_a_size_that_a_weight_reads_is_the_same_for_all_inputs():
+    plan, masked, small = both(through_features)
+    assert plan.code and difference(masked, small, n=3) <= 1e-9
 
 
 def test_a_number_that_keeps_its_origin_is_read_anew():
