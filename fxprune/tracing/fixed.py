@@ -21,7 +21,8 @@ from ..modules.bytecode import arguments, is_in_loop, is_looped_over
 from ..modules.near import functions_near, package_of, read_by_forward, within
 from ..rules import sizes
 from .asking_again import parts_by_size
-from .assertions import ends_otherwise, hanging, is_caught
+from .assertions import ends_otherwise, is_caught
+from .hanging import hanging
 from .trace import ModuleCall, Trace
 
 IsFree = Callable[[sizes.Dimension], bool]  # whether a size is no width: other inputs have others
