@@ -107,9 +107,10 @@ def _met(there: Relations, relations: Relations, own: set[str]) -> list[Stays]:
         if source.name in own:
             owners |= dict.fromkeys(there.of(source).reshape(-1).tolist(), source.name)
     owners.pop(0, None)
+    owned = _among(list(owners), there)
     found = []
     for source, here, classes in _shared(there, relations):
-        met = np.flatnonzero(np.isin(classes, list(owners)) & (here > 0))
+        met = np.flatnonzero(owned[classes] & (here > 0))
         if len(met):
             reason = f"{owners[int(classes[met[0]])]} meets them, {ALONE}"
             found.append(Stays(source.key, met, reason))
@@ -134,14 +135,23 @@ def _joined(there: Relations, relations: Relations) -> list[Stays]:
     if not shared:
         return []
     here, classes = (np.concatenate([each[i] for each in shared]) for i in (1, 2))
-    pairs = np.unique(np.stack([classes, here])[:, (classes > 0) & (here > 0)], axis=1)
-    several, counts = np.unique(pairs[0], return_counts=True)
-    apart = several[counts > 1]
+    may_go = (classes > 0) & (here > 0)
+    here, classes = here[may_go], classes[may_go]
+    one = np.zeros(there.classes.max(initial=0) + 1, dtype=np.int64)
+    one[classes] = here  # of several here, the last
+    apart = _among(classes[one[classes] != here], there)
     found = []
     for source, mine, theirs in shared:
-        slices = np.flatnonzero(np.isin(theirs, apart) & (mine > 0))
+        slices = np.flatnonzero(apart[theirs] & (mine > 0))
         if len(slices):
             found.append(Stays(source.key, slices, f"they meet other channels, {ALONE}"))
+    return found
+
+
+def _among(classes: np.ndarray | list[int], there: Relations) -> np.ndarray:
+    """For each class whether it is one of these: what ``np.isin`` would sort for at every axis."""
+    found = np.zeros(there.classes.max(initial=0) + 1, dtype=bool)
+    found[classes] = True
     return found
 
 
