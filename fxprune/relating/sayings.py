@@ -8,7 +8,6 @@ chosen: by the first walk itself, or by one of their own with the tensors of ano
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from ..rules.channels import (
     Channels,
     Once,
     SourceAxis,
-    followed,
     laid_out,
     laid_over,
     varying,
@@ -33,6 +31,7 @@ from ..rules.shapes import with_rank
 from ..rules.spec import Spec
 from ..tracing.trace import Trace
 from .meanings import Index
+from .met import Met, laid_along, may_be_known, zero_or_nan
 from .moments import Drawn, Masked
 from .walk import Walk
 
@@ -128,7 +127,7 @@ class Sayings(Walk):
             return torch.zeros(1, *axis.shape, dtype=torch.float64)
         values = axis.slices(self.read(axis.name)).reshape(1, *axis.shape)
         if values.is_complex():  # constants are real: of these only a zero is one
-            return self.rows.dead(_zero_or_nan((values.cpu() == 0) | scales))
+            return self.rows.dead(zero_or_nan((values.cpu() == 0) | scales))
         values = values.to("cpu", torch.float64)
         return self.rows.scale(values) if scales else values
 
@@ -160,42 +159,23 @@ class Sayings(Walk):
     # -- how they go on -------------------------------------------------------------------------
 
     def meet_constants(self, call, operands, touched, dims, shape, function, together):
+        """Constants of a result where ``operands`` meet along ``dims``, and whether its slices have
+        a border of other numbers."""
         product = call.pattern is not None and call.pattern.product
         if self.telling is None or not (product or function is not None):
             return None, False
-        if not (product or all(map(_may_be_known, operands, touched))):
+        if not (product or all(map(may_be_known, operands, touched))):
             return None, False
-        sizes = [shape[d] for d in dims]
-        size = math.prod(sizes)
-        laid = [
-            followed(_laid(x, axes, dims), size) for x, axes in zip(operands, touched, strict=True)
-        ]
-        rows = max([a.shape[0] for a in laid])
-        blind = [a.isnan() if _may_have_nan(a) else None for a in laid]  # behind a norm none is
-        some = [b for b in blind if b is not None]
-        unknown = functools.reduce(torch.logical_or, some).expand(rows, *sizes) if some else None
-        # Where a factor is zero the product is, whatever the other factor is.
-        zero = None
-        if product:
-            deciding = list(zip(laid, touched, strict=True))[: 1 if product == "first" else None]
-            factors = [a == 0 for a, axes in deciding if len(axes) == 1]
-            zero = functools.reduce(torch.logical_or, factors) if factors else None
+        met = Met(operands, touched, dims, shape)
+        zero = met.zeros(touched, first=product == "first") if product else None
         if function is None:  # of complex numbers, say: nothing but their zeros is known
-            return (None if zero is None else _zero_or_nan(zero.expand(rows, *sizes))), False
+            return (None if zero is None else zero_or_nan(zero)), False
+        unknown = met.unknown
         if unknown is not None and unknown.all() and (zero is None or not zero.any()):
             return None, False
-
-        def given() -> list[Tensor]:
-            """Copies: a function may write to what it gets, and that may be the model's own."""
-            whole = [a.expand(rows, *sizes) for a in laid]
-            return [
-                a.clone() if b is None else a.masked_fill(b, 0.0)
-                for a, b in zip(whole, blind, strict=True)
-            ]
-
-        result = _called(function, given(), dims, shape, together)
+        result = met.apply(function, met.given(), together=together)
         if function == call.replay:  # and no rule that says NaN for what it does not know
-            if not math.isfinite(result[0].sum()) and _newly(result[0], given(), unknown):
+            if not math.isfinite(result[0].sum()) and met.makes_worse(result[0]):
                 why = f"{call.name} makes no finite number of masked ones (1 / 0, say)"
                 for axis in (axis for axes in touched for axis in axes):
                     self.freeze(axis, why, call)
@@ -203,14 +183,11 @@ class Sayings(Walk):
             if self.is_unsure(call):
                 if not product and self.is_given_numbers(call):  # 0 + 0 may be 0 + 1
                     return None, False
-                # Nothing is sure but zeros that stay zeros.
-                sure = functools.reduce(torch.logical_and, [t == 0 for t in (*given(), result)])
-                result = _zero_or_nan(sure)
+                result = met.zeros_that_stay(result)
         border = any(axis.border for axes in touched for axis in axes)
         if border:  # zeros around the constant stay zeros, or the slice is not one number
-            inside = [not axes or not axes[0].border for axes in touched]
-            edge = [t if i else torch.zeros_like(t) for t, i in zip(given(), inside, strict=True)]
-            around = _called(function, edge, dims, shape, together)
+            edge = met.given(zero=[bool(axes) and axes[0].border for axes in touched])
+            around = met.apply(function, edge, together=together)
             differs = (around != 0) & (around != result)
             unknown = differs if unknown is None else unknown | differs
         result = result if unknown is None else result.masked_fill(unknown, torch.nan)
@@ -240,13 +217,13 @@ class Sayings(Walk):
             zero = found if zero is None else zero | found
         if zero is None:
             return axis.saying(None, axis.border)
-        return axis.saying(_zero_or_nan(zero.expand(-1, *axis.units.shape)), axis.border)
+        return axis.saying(zero_or_nan(zero.expand(-1, *axis.units.shape)), axis.border)
 
     def reduced(self, axis: Axis) -> Axis:
         """A reduction over other dimensions keeps a zero; of other constants it is not sure."""
         if axis.constant is None:
             return axis.saying(None)
-        return axis.saying(_zero_or_nan(axis.constant == 0))
+        return axis.saying(zero_or_nan(axis.constant == 0))
 
     def levelled(self, x: Channels, y: Channels) -> Channels:
         before = {id(a.units): a.constant for a in x.axes if not a.border}
@@ -355,7 +332,7 @@ class Sayings(Walk):
                 if self.may_read_others(call):
                     constant = torch.full_like(constant, torch.nan)
                 elif no_sink:
-                    constant = _zero_or_nan(constant == 0)
+                    constant = zero_or_nan(constant == 0)
                 around = border or ("padding" if other.border else "")
                 arrive = other.over(weight.dims).expand(sizes)
                 self.heard.append(Heard(call, weight.source, right.units, arrive, constant, around))
@@ -410,7 +387,7 @@ def _overlaid(x: Channels, axis: Axis, value: Channels, index: Index) -> Axis:
     others = value.touching(dims)
     if not all(set(other.dims) <= set(dims) for other in others):
         return axis.saying(None, axis.border)
-    old, new = axis.says(axis.dims), _laid(value, others, dims)
+    old, new = axis.says(axis.dims), laid_along(value, others, dims)
     rows = max(len(old), len(new))
     said = old.expand(rows, *axis.units.shape).reshape(rows, -1).clone()
     new = new.expand(rows, *[places.size(d) for d in dims]).reshape(rows, -1)
@@ -418,11 +395,7 @@ def _overlaid(x: Channels, axis: Axis, value: Channels, index: Index) -> Axis:
     said[:, places] = new if whole else torch.where(said[:, places] == new, new, torch.nan)
     border = axis.border or any(other.border for other in others)
     said = said.reshape(rows, *axis.units.shape)
-    return axis.saying(_zero_or_nan(said == 0) if border else said, border)
-
-
-def _zero_or_nan(zero: Tensor) -> Tensor:
-    return torch.zeros(zero.shape, dtype=torch.float64).masked_fill_(~zero, torch.nan)
+    return axis.saying(zero_or_nan(said == 0) if border else said, border)
 
 
 def _along(said: Tensor, dims: Sequence[int], axis: Axis) -> Tensor:
@@ -435,34 +408,6 @@ def _along(said: Tensor, dims: Sequence[int], axis: Axis) -> Tensor:
     return said.reshape(axis.units.shape)
 
 
-def _may_be_known(x: Channels, axes: Sequence[Axis]) -> bool:
-    return all([a.constant is not None for a in axes]) if axes else x.scalar is not None
-
-
-def _may_have_nan(values: Tensor) -> bool:
-    """True wherever one is NaN; rarely (infinities of both signs) where none is."""
-    return math.isnan(values.sum().item())
-
-
-def _newly(row: Tensor, arrays: Sequence[Tensor], unknown: Tensor | None) -> bool:
-    """Whether the first row of a result is NaN somewhere, or infinite though nothing of which it
-    was made is; but where it was not known."""
-    finite = functools.reduce(torch.logical_and, [t[0].isfinite() for t in arrays])
-    wrong = row.isnan() | (row.isinf() & finite)
-    return bool((wrong if unknown is None else wrong & ~unknown[0]).any())
-
-
-def _laid(x: Channels, axes: Sequence[Axis], dims: tuple[int, ...]) -> Tensor:
-    """What is known of an operand, behind its rows laid out over ``dims``."""
-    if not axes:
-        value = torch.nan if x.scalar is None else x.scalar
-        return torch.full((1,) * (1 + len(dims)), value, dtype=torch.float64)
-    first, *others = (axis.says(dims) for axis in axes)
-    for said in others:  # of several axes, which only another operand joins: what they agree on
-        first = torch.where(first == said, first, torch.nan)
-    return first
-
-
 def _own(vector: Channels | None, axis: Axis, absent: float) -> Tensor | None:
     """What a norm's vector says to ``axis``; None where the model computes it."""
     if vector is None:
@@ -472,36 +417,3 @@ def _own(vector: Channels | None, axis: Axis, absent: float) -> Tensor | None:
         return None
     found = own[0].says(axis.dims)
     return found.expand(-1, *axis.units.shape)
-
-
-def _called(
-    function: Callable[[Sequence[Tensor]], Tensor],
-    arrays: Sequence[Tensor],
-    dims: Sequence[int],
-    shape: Sequence[int],
-    together: bool,
-) -> Tensor:
-    """A function of tensors on arrays (rows, ...) over ``dims`` of them: on all rows at once, along
-    a dimension of size 1 that is free, or on one after the other."""
-    rows, sizes = len(arrays[0]), arrays[0].shape[1:]
-    rank = range(len(shape))
-    at = next((d for d in rank if d not in dims), None) if rows > 1 else None
-    if rows > 1 and (at is None or not together):
-        if not together and all(bool((t == t[:1]).all()) for t in arrays):
-            one = [t[:1] for t in arrays]
-            return _called(function, one, dims, shape, together).expand(rows, *sizes)
-        each = (
-            _called(function, [t[i : i + 1] for t in arrays], dims, shape, together)
-            for i in range(rows)
-        )
-        return torch.cat(list(each))
-    before = 0 if at is None else sum(d < at for d in dims)
-    laid = [shape[d] if d in dims else rows if d == at else 1 for d in rank]
-    given = [(t.movedim(0, before) if before else t).reshape(laid) for t in arrays]
-    result = function(given).double()
-    if list(result.shape) != laid:
-        result = result[tuple([slice(None) if d in dims or d == at else slice(1) for d in rank])]
-        result = result.expand(laid)
-    if before:
-        return result.reshape([*sizes[:before], rows, *sizes[before:]]).movedim(before, 0)
-    return result.reshape(rows, *sizes)
