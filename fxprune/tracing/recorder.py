@@ -372,37 +372,21 @@ class Recorder(TorchFunctionMode):
         if given:  # PyTorch's own Python may want Python's own
             args = tuple(map(_without_holder, args))
             kwargs = {key: _without_holder(value) for key, value in kwargs.items()}
-        beneath = None
         self._covered = []
         numbers = NumbersRead() if known and any(may_be_a_number(t) for t, _ in before) else None
-        if known:
-            with numbers or _NOTHING:
-                value = run(*args, **kwargs)
-        else:
-            beneath = AtenRecorder(self.nodes, before, asks_more=inside is not None)
-            with beneath, inside or _NOTHING:
-                value = run(*args, **kwargs)
-            if beneath.besides:
-                inputs[1]["besides"] = (*inputs[1].get("besides", ()), *beneath.besides)
-        strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
-        cast = strided and args and value is args[0] and op_name(target) in _CASTS
-        if cast and id(value) not in self.nodes.named and not torch.is_grad_enabled():
-            value = torch.ops.aten.alias(value)  # it is another for inputs of another type
+        beneath = None if known else AtenRecorder(self.nodes, before, asks_more=inside is not None)
+        with beneath or numbers or _NOTHING, inside or _NOTHING:
+            value = run(*args, **kwargs)
+        if beneath is not None and beneath.besides:
+            inputs[1]["besides"] = (*inputs[1].get("besides", ()), *beneath.besides)
+        if args and value is args[0] and op_name(target) in _CASTS:
+            value = self._as_another(value)
         changed = [t for t, version in before if t._version != version]
         if not changed and not tree.tensors(value):
             self._questions.reads_data(target, args, [t for t, _ in before], value)
             return value
         node = self.nodes.add(self.nodes.call(kind, target, *inputs), args[0] if setitem else value)
-        frame = frame_of_model()
-        node.meta["where"] = line_of(frame)
-        node.meta["site"] = site_of(frame)
-        node.meta["codes"] = codes_of(frame)
-        node.meta["given"] = given
-        if torch.is_grad_enabled():  # the model's own code has seen to it: nobody else has
-            node.meta["grad"] = True
-        if numbers is not None and numbers.read:
-            node.meta["told"] = {self.nodes.tensor(t): n for t, n in numbers.read}
-            self.told.append(node)
+        self._describe(node, given, numbers.read if numbers else ())
         if beneath is not None:
             self.within = dict.fromkeys(self._covered, node) | self.within
             ops = beneath.finish(value)
@@ -415,6 +399,27 @@ class Recorder(TorchFunctionMode):
         for t in changed:
             self.nodes.changed_in_place(t, node, result)
         return value
+
+    def _as_another(self, value: Any) -> Any:
+        """What a cast gives back that had nothing to do: of inputs of another type it would be
+        another tensor."""
+        strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
+        if not strided or id(value) in self.nodes.named or torch.is_grad_enabled():
+            return value
+        return torch.ops.aten.alias(value)
+
+    def _describe(self, node: fx.Node, given: list[float], numbers: Any) -> None:
+        """Note where and how the call was made that a node stands for."""
+        frame = frame_of_model()
+        node.meta["where"] = line_of(frame)
+        node.meta["site"] = site_of(frame)
+        node.meta["codes"] = codes_of(frame)
+        node.meta["given"] = given
+        if torch.is_grad_enabled():  # the model's own code has seen to it: nobody else has
+            node.meta["grad"] = True
+        if numbers:
+            node.meta["told"] = {self.nodes.tensor(t): n for t, n in numbers}
+            self.told.append(node)
 
     def _probed(
         self, node: fx.Node, run: Callable, args: Any, kwargs: Any, value: Any
