@@ -276,3 +276,48 @@ def test_what_a_new_forward_puts_in_order_is_pruned_again():
     assert (once[1].a.out_channels, twice[1].a.out_channels) == (12, 6)
     other = torch.randn(3, 3, 9, 12).double()
     assert torch.allclose(plan.mask(once)(other), twice(other), rtol=0, atol=1e-9)
+
+
+class Cut(nn.Module):
+    """Heads cut by a number that the class does not say, in code that is in no file."""
+
+    exec("def forward(self, x): return x.view(*x.shape[:-1], 4, -1)")
+
+
+class Longer(Cut):
+    exec("def forward(self, x): return x.view(*x.shape[:-1], 4, -1) * (x.shape[1] / 5)")
+
+
+class Gated(nn.Module):
+    def __init__(self, cut):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(7, 12), nn.Linear(7, 12), nn.Linear(12, 3)
+        self.cut, self.d = cut, nn.Linear(12, 3)
+
+    def forward(self, x):
+        first, second = self.cut(self.a(x)), self.cut(self.b(x))
+        return self.c((torch.sigmoid(first.softmax(-1) + 1) * second).flatten(2))
+
+
+class Apart(Gated):
+    def forward(self, x):
+        first, second = (self.cut(layer(x)).softmax(-1).flatten(2) for layer in (self.a, self.b))
+        return self.c(first) + self.d(second)
+
+
+@pytest.mark.parametrize("cut", [Cut(), Longer()])
+def test_a_module_that_runs_alike_each_time_has_one_new_forward(cut):
+    model = awake(Gated(cut))
+    plan = fxprune.plan(model, torch.randn(2, 5, 7, dtype=torch.float64), sparsity=0.5)
+    small = plan.apply(model)
+    assert list(plan.code) == ["cut"] and small.c.in_features == 6
+    for other in (torch.randn(3, 5, 7), torch.randn(2, 8, 7)):
+        expected = plan.mask(model)(other.double())
+        assert torch.allclose(small(other.double()), expected, rtol=0, atol=1e-9)
+
+
+def test_a_module_that_runs_otherwise_the_second_time_keeps_its_code():
+    x = torch.randn(2, 5, 7, dtype=torch.float64)
+    assert list(fxprune.plan(awake(Apart(Cut())), x).code) == ["cut"]
+    plan = fxprune.plan(awake(Apart(Cut())), x, ignore="b")
+    assert any("runs more than once, not always alike" in str(g.frozen) for g in plan.groups)

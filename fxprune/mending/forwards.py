@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+from collections.abc import Mapping
 from fractions import Fraction
 from itertools import starmap
 from typing import Any
@@ -40,23 +41,27 @@ from .source_edits import sizes_in
 
 def rewrite(
     trace: Trace,
-    index: int,
-    faults: list[Fault],
+    path: str,
+    faults: Mapping[int, list[Fault]],
     replay: Replay,
     others: OtherRuns,
 ) -> Code:
-    """New code for the module of call ``index``, whose own has faults.
+    """New code for the module at ``path``, whose own has ``faults``, by the call. Where it runs
+    more than once, all runs have to come out as the same code.
 
     Raises:
         CannotRewrite: with the reason.
     """
-    path = trace.calls[index].path
+    calls = [i for i, call in enumerate(trace.calls) if call.path == path]
+    wrong = [fault for index in calls for fault in faults.get(index, ())]
     cls: Any = type(trace.modules[path])
     stale = [*vars(cls).get("_fxprune_stale", ())]  # of an earlier pruning
-    stale += methods_with(cls, [fault.line for fault in faults])
-    if sum(call.path == path for call in trace.calls) > 1:
-        raise CannotRewrite(f"{path or 'the model'} runs more than once")
-    return Code.of(_Body(trace, index, faults, replay, others).build(), tuple(stale))
+    stale += methods_with(cls, [fault.line for fault in wrong])
+    bodies = (_Body(trace, index, faults.get(index, []), replay, others) for index in calls)
+    first, *more = (Code.of(body.build(), tuple(stale)) for body in bodies)
+    if any(code != first for code in more):
+        raise CannotRewrite(f"{path or 'the model'} runs more than once, not always alike")
+    return first
 
 
 class _Body:

@@ -206,14 +206,12 @@ class Mending:
         for path, found in by_path.items():
             with contextlib.suppress(CannotPatch):
                 written[path] = patch(self.trace, path, found, replay, self.others)
-        for index, faults in by_call.items():
-            if self.trace.calls[index].path in written:
-                continue
-            try:
-                code = rewrite(self.trace, index, faults, replay, self.others)
-            except CannotRewrite as error:
-                raise self._unfit(faults[0], str(error)) from error
-            written[self.trace.calls[index].path] = code
+        for path, found in by_path.items():
+            if path not in written:
+                try:
+                    written[path] = rewrite(self.trace, path, by_call, replay, self.others)
+                except CannotRewrite as error:
+                    raise self._unfit(found[0], str(error)) from error
         return written
 
     def _unfit(self, fault: Fault, why: str) -> Unfit:

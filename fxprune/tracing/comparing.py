@@ -23,16 +23,26 @@ def compared(trace: Trace, index: int, other: Trace, name: str, there: str) -> D
     Raises:
         CannotRewrite: the code makes other calls there, or makes them of other results.
     """
-    runs = [i for i, call in enumerate(other.calls) if call.path == trace.calls[index].path]
-    if len(runs) != 1 or _steps(trace, index) != _steps(other, runs[0]):
+    twin = twin_of(trace, index, other)
+    if twin is None or _steps(trace, index) != _steps(other, twin):
         raise CannotRewrite(f"{name} runs other code {there}")
-    twins = dict(zip(own_nodes(trace, index), own_nodes(other, runs[0]), strict=True))
+    twins = dict(zip(own_nodes(trace, index), own_nodes(other, twin), strict=True))
     found = differing(twins)
     if found is None:
         raise CannotRewrite(f"{name} runs other code {there}")
-    if not _same(_output(trace, index), _output(other, runs[0]), twins):
+    if not _same(_output(trace, index), _output(other, twin), twins):
         raise CannotRewrite(f"{name} returns something else {there}")
     return found
+
+
+def twin_of(trace: Trace, index: int, other: Trace) -> int | None:
+    """The same call of the module in another run: its second there, where it is its second here.
+    None where the module does not run as often."""
+    mine, theirs = (
+        [i for i, call in enumerate(run.calls) if call.path == trace.calls[index].path]
+        for run in (trace, other)
+    )
+    return theirs[mine.index(index)] if len(mine) == len(theirs) else None
 
 
 def differing(twins: dict[fx.Node, fx.Node]) -> Differences | None:

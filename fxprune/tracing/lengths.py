@@ -16,7 +16,7 @@ from torch import fx
 from ..rules import sizes
 from ..rules.spec import Spec
 from .asking_again import is_asked_again, parts_by_size
-from .comparing import compared, differing, own_nodes
+from .comparing import compared, differing, own_nodes, twin_of
 from .runs import OtherRuns
 from .trace import CannotRewrite, Trace
 
@@ -28,8 +28,8 @@ def check_lengths(trace: Trace, index: int, others: OtherRuns, name: str) -> Non
         CannotRewrite
     """
     for other in others.lengths if trace.reads_sizes else ():
-        there = [i for i, c in enumerate(other.calls) if c.path == trace.calls[index].path]
-        if there and _of_code(other, there[0]) != _of_code(trace, index):
+        twin = twin_of(trace, index, other)
+        if twin is not None and _of_code(other, twin) != _of_code(trace, index):
             continue  # new code asks that again, and says that it goes another way
         found = compared(trace, index, other, name, "at other lengths of the input")
         for node, ((place, instead), *_) in found.items():
