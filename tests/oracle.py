@@ -177,7 +177,10 @@ def permutation_moves_nothing(plan, model, x) -> None:
             front = seen.movedim(source.dims, tuple(range(len(source.dims))))
             flat = front.reshape(source.size, -1)[torch.from_numpy(order)]
             back = flat.reshape(front.shape).movedim(tuple(range(len(source.dims))), source.dims)
-            if key in getattr(module, "parametrizations", ()):
+            chain = dict(getattr(module, "parametrizations", {}).items()).get(key)
+            if chain is not None and not hasattr(chain[0], "right_inverse"):
+                chain.original.copy_(back.reshape(source.tensor_shape))
+            elif chain is not None:
                 setattr(module, key, back.reshape(source.tensor_shape))
             else:
                 getattr(module, key).copy_(back.reshape(source.tensor_shape))

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 import fxprune
 
-from .oracle import check, difference, run
+from .oracle import awake, check, difference, run
 
 
 class Net(nn.Module):
@@ -678,6 +679,60 @@ def test_40_weight_norm():
     plan, small = check(net, image())
     assert small[2].weight.shape == (3, 4, 3, 3)
     assert type(small[2].parametrizations.weight[0]).__name__ == "_WeightNorm"
+
+
+class MaxNorm(nn.Module):
+    """Rows of some largest norm: what has it comes out as it went in."""
+
+    def forward(self, w):
+        return w.renorm(2, 0, 1.0)
+
+
+class NearMaxNorm(nn.Module):
+    """Its inverse misses a millionth."""
+
+    def scale(self, w):
+        norm = w.flatten(1).norm(dim=1).clamp(min=0.5).view(-1, *[1] * (w.dim() - 1))
+        return norm.clamp(max=1.0) / (norm + 1e-5)
+
+    def forward(self, w):
+        return w * self.scale(w)
+
+    def right_inverse(self, w):
+        return w / self.scale(w)
+
+
+class Symmetric(nn.Module):
+    def forward(self, w):
+        return w.triu() + w.triu(1).mT
+
+
+def parametrized(kind):
+    net = nn.Sequential(
+        nn.Conv1d(3, 8, 1), nn.Sigmoid(), nn.Conv1d(8, 8, 1), nn.Sigmoid(), nn.Conv1d(8, 4, 1)
+    )
+    for i in (2, 4):
+        parametrize.register_parametrization(net[i], "weight", kind())
+    return net
+
+
+@pytest.mark.parametrize("kind", [MaxNorm, NearMaxNorm])
+def test_40_a_projection_of_a_weight(kind):
+    x = torch.randn(2, 3, 5, dtype=torch.float64)
+    plan, small = check(parametrized(kind), x)
+    assert small[2].weight.shape == (4, 4, 1) and small[4].weight.shape == (4, 4, 1)
+    assert type(small[2].parametrizations.weight[0]) is kind
+    small.train()(x).sum().backward()
+
+
+def test_40_what_smaller_tensors_do_not_come_out_of_stays():
+    net = nn.Sequential(
+        nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 3)
+    )
+    parametrize.register_parametrization(net[2], "weight", Symmetric())
+    plan = fxprune.plan(awake(net), torch.randn(2, 8, dtype=torch.float64))
+    said = [g.frozen for g in plan.groups if any(name[0] == "2" for name, _ in g.members)]
+    assert any("(Symmetric) cannot be set" in str(why) for why in said)
 
 
 def test_41_residual_onto_the_input():

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from ..errors import SettingError
 from ..modules.deriving import derived
 from ..modules.inspecting import parts_of
+from .assigning import assign
 
 
 class Mask(nn.Module):
@@ -145,7 +146,7 @@ def take_off(module: nn.Module, name: str, *, others: bool = True) -> None:
     for i in reversed(range(len(chain))):
         if isinstance(chain[i], Mask):
             del chain[i]
-    setattr(module, name, masked)
+    assign(chain, masked)
 
 
 def _can_make(module: nn.Module, name: str) -> bool:
@@ -156,10 +157,8 @@ def _can_make(module: nn.Module, name: str) -> bool:
     for i in reversed(range(len(others))):
         if isinstance(others[i], Mask):
             del others[i]
-        elif not hasattr(others[i], "right_inverse"):
-            return False
     with torch.no_grad():
-        others.right_inverse(masked.clone())
+        assign(others, masked.clone())
         return torch.allclose(others(), masked, rtol=1e-4, atol=1e-6)
 
 

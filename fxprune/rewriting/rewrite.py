@@ -18,6 +18,7 @@ from ..modules.copying import copy_model
 from ..modules.filled import Empty
 from ..modules.inspecting import dotted, modules_of, parts_of, read_attribute
 from ..modules.running import on_cpu, uncollected
+from ..parametrized.assigning import assign
 from ..parametrized.mask import bake, is_masked, parametrizations
 from ..parametrized.weight_norm import parametrized, with_hooks
 from ..records.history import STEPS, note
@@ -299,7 +300,7 @@ def _install(change: Change, model: nn.Module, journal: Journal, *, in_place: bo
         module = model.get_submodule(path)
         for original in parametrizations(module)[attribute].parameters():
             journal.data(original, original.data)  # right_inverse writes into them
-        setattr(module, attribute, new)
+        assign(parametrizations(module)[attribute], new)
     for (path, attribute), new in change.made.items():
         _make(model.get_submodule(path), attribute, new, journal)
     for (path, attribute), value in change.attributes.items():

@@ -19,6 +19,7 @@ from ..errors import ModelError
 from ..modules.inspecting import dotted, modules_of, read_attribute, shape_of, tensors_of
 from ..modules.running import on_cpu
 from ..modules.usable import check_bare
+from ..parametrized.assigning import assign
 from ..parametrized.mask import is_masked, parametrizations, put_on
 from ..parametrized.weight_norm import hooked_weights, parametrized, stored_names
 from ..records import container
@@ -188,7 +189,7 @@ class Loading(Fitting):
                 continue
             for original in tensors_of(parametrizations(module)[key]).values():
                 journal.data(original, original.data)  # right_inverse writes into them
-            setattr(module, key, new)
+            assign(parametrizations(module)[key], new)
         beneath = {
             dotted(path, name) for path, module in modules_of(part).items()
             for key, chain in parametrizations(module).items() for name in stored_names(chain, key)
