@@ -6,7 +6,14 @@ import dis
 
 import pytest
 
-from fxprune.modules.bytecode import catches_errors, decided, ends_in_error, outcomes, steps
+from fxprune.modules.bytecode import (
+    catches_errors,
+    decided,
+    ends_in_error,
+    outcomes,
+    steps,
+    takes_by,
+)
 
 
 def if_else(n):
@@ -94,3 +101,16 @@ def test_steps_of_two_variables_are_two():
 
 
 a = b = c = lambda *given: given
+
+
+def test_items_are_taken_at_once_or_by_a_variable():
+    def takes(n, things):
+        k = n + 1
+        return things[k], things[n + 2], things[: n + 3], things[n + 4 :], things[:, n + 5], k
+
+    code = takes.__code__
+    made = [i for i, step in enumerate(steps(code)) if step.opname == "BINARY_OP"]
+    made = [i for i in made if steps(code)[i].argrepr != "[]"]  # of Python 3.14
+    found = [takes_by(code, steps(code)[i].offset) for i in made]
+    assert [len(places) for places in found] == [1, 1, 1, 1, 0]
+    assert len(set(sum(found, ()))) == 4

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -120,8 +123,43 @@ def caught(h):
         return h.sin()
 
 
+def one_in_a_list(h):
+    return [h, h.sin(), h.cos()][len(h) % 3]
+
+
+def one_by_a_variable(h):
+    n, _ = h.shape
+    return (torch.sin, torch.cos, torch.exp, torch.tan)[-(n // 2)](h)
+
+
+def the_last_of_a_part(h):
+    return (h, h.sin(), h.cos(), h.tan())[: h.size(0)][-1]
+
+
+def a_number_in_a_list(h):
+    return h * [0.5, 2.0][h.shape[0] % 2]
+
+
+def a_product_over_a_list(h):
+    return h * functools.reduce(operator.mul, [1.5] * len(h))
+
+
+def a_letter(h):
+    return h if "abcdefghi"[len(h)] == "e" else h.sin()
+
+
+def without_a_rest(h):
+    return h if (len(h) / 4).is_integer() else h.sin()
+
+
+def a_row(h):
+    return h + h[len(h) - 1]
+
+
 WAYS = [returns_early, either, of_two, negates, swaps, by_a_flag, by_a_number, doubles_in_place,
-        short_circuit, until_four, goes_on, last_of, pads, caught]  # fmt: skip
+        short_circuit, until_four, goes_on, last_of, pads, caught, one_in_a_list,
+        one_by_a_variable, the_last_of_a_part, a_number_in_a_list, a_product_over_a_list, a_letter,
+        without_a_rest, a_row]  # fmt: skip
 
 
 class Net(nn.Module):
@@ -190,3 +228,12 @@ def test_a_layer_that_nothing_decides_over_is_folded_beside_such_code():
 def test_a_pad_of_numbers_in_the_code_is_sure():
     net = Net(lambda s, x: s.c(F.pad(s.a(x).sigmoid(), (2, 2, 0, 0))[:, 2:-2]))
     assert same_at_other_sizes(net) == 1
+
+
+def test_a_row_that_is_taken_by_a_size_is_no_doubt():
+    def forward(s, x):
+        h = s.a(x).sigmoid()
+        n, (rows, *_) = len(x), x.shape[:1]
+        return s.c(h + h[n - 1] + h[:rows].mean(0))
+
+    assert same_at_other_sizes(Net(forward)) == 1

@@ -117,6 +117,46 @@ def decided(code: CodeType, condition: int) -> list[int]:
     return sorted(found)
 
 
+@functools.lru_cache(maxsize=4096)
+def takes_by(code: CodeType, place: int, nth: int | None = None) -> tuple[int, ...]:
+    """The places where an item or a part is taken by a number that is made at a place in code: at
+    once, or by the variable that keeps it; of several that are made together, by the ``nth``, where
+    they are unpacked at once."""
+    i = step_at(code, place + 1)  # a call of Python's own is at a place behind its instruction
+    if nth is not None:
+        if [step.opname for step in steps(code)[i : i + 1]] != ["UNPACK_SEQUENCE"]:
+            return ()
+        i += nth + 1
+    found = [_take_at(code, i)]
+    for step in steps(code)[i : i + 1]:
+        if step.opname == "STORE_FAST":
+            loads = [j for j, other in enumerate(steps(code)) if _loads(other, step.argval)]
+            found += [_take_at(code, j + 1) for j in loads]
+    return tuple(place for place in found if place is not None)
+
+
+def _loads(step: Step, variable: str) -> bool:
+    return step.opname.startswith("LOAD_FAST") and step.argval == variable
+
+
+def _take_at(code: CodeType, i: int) -> int | None:
+    """The place of the step that takes an item by the value that is left before a step, or a part
+    between that and another."""
+    near = steps(code)[i : i + 4]
+    ends = [j for j, step in enumerate(near) if not step.opname.startswith("LOAD_")][:1]
+    for j in ends:
+        parts = near[j].opname in ("BUILD_SLICE", "BINARY_SLICE")
+        if near[j].opname == "BUILD_SLICE":
+            j += 1
+        if (parts or j == 0) and j < len(near) and near[j].opname in PARTS:
+            return near[j].offset
+    return None
+
+
+# Of Python 3.14 the first is an operator.
+PARTS = ("BINARY_SUBSCR", "BINARY_SLICE")
+
+
 def steps_behind(code: CodeType, step: int) -> set[int]:
     """Those that may come some time behind a step."""
     found, waiting = set[int](), [step]

@@ -140,7 +140,7 @@ class TracedSize(tuple):
 
     def __getitem__(self, index: Any) -> Any:
         found = tuple.__getitem__(self, index)
-        return TracedSize(found) if isinstance(index, slice) else found
+        return TracedSize(found) if isinstance(index, slice) else _made(found)
 
     def __add__(self, other: Any) -> Any:
         return TracedSize(tuple.__add__(self, other))
@@ -207,6 +207,22 @@ def expression(number: Any) -> Any:
     return (type(number), number) if origin is None else origin
 
 
+# Called with each number that is made of sizes, or taken from several; and, with True, with one by
+# which a list of numbers is repeated. Set while a run is recorded.
+on_number: Callable[[Any, bool], None] | None = None
+
+
+def _made(number: Any) -> Any:
+    if on_number is not None:
+        on_number(number, False)
+    return number
+
+
+def _are_numbers(value: Any) -> bool:
+    several = isinstance(value, (list, tuple))
+    return several and bool(value) and all(isinstance(v, (int, float)) for v in value)
+
+
 _BINARY = ("add", "sub", "mul", "floordiv", "mod", "pow", "truediv", "lshift", "rshift",
            "and", "or", "xor")  # fmt: skip
 NUMBERS = (int, float, TracedInt, TracedProduct, TracedFloat)
@@ -232,13 +248,15 @@ def _install(base: type, cls: type) -> None:
         def method(self: Any, given: Any, *rest: Any) -> Any:
             other = _operand(given)
             if other is None or rest:
+                if on_number is not None and name == "mul" and _are_numbers(given):
+                    on_number(self, True)
                 return compute(self, given, *rest)
             value = compute(self, other)
             if value is NotImplemented:  # an int and a float
                 pair = (plain(self), plain(other))
                 value = function(*(reversed(pair) if reflected else pair))
             operands = (other, self) if reflected else (self, other)
-            return traced(value, Operation(function, operands))
+            return _made(traced(value, Operation(function, operands)))
 
         method.__name__ = dunder
         setattr(cls, dunder, method)
@@ -252,7 +270,7 @@ def _install(base: type, cls: type) -> None:
         compute = getattr(base, name)
 
         def method(self: Any, *digits: Any) -> Any:
-            return traced(compute(self, *digits), Operation(function, (self, *digits)))
+            return _made(traced(compute(self, *digits), Operation(function, (self, *digits))))
 
         method.__name__ = name
         setattr(cls, name, method)
@@ -367,12 +385,25 @@ def _install_questions(base: type, cls: type) -> None:
     question("__repr__", repr)
     question("__format__", format)
     question("__hash__", hash)  # of a key that a dictionary may lack
-    if hasattr(base, "bit_length"):
-        question("bit_length", bit_length)
+    for function in (bit_length, bit_count, is_integer, as_integer_ratio):
+        if hasattr(base, function.__name__):
+            question(function.__name__, function)
 
 
 def bit_length(number: int) -> int:
     return int.bit_length(number)
+
+
+def bit_count(number: int) -> int:
+    return int.bit_count(number)
+
+
+def is_integer(number: float) -> bool:
+    return float(number).is_integer()
+
+
+def as_integer_ratio(number: float) -> tuple[int, int]:
+    return number.as_integer_ratio()
 
 
 _install_questions(int, TracedInt)

@@ -71,8 +71,10 @@ class Fixed:
         self._made: dict[Any, list[fx.Node]] = {}  # the calls by the place in code that makes them
         for node in trace.graph.nodes:
             self._made.setdefault(_place(node), []).append(node)
-        for call in trace.calls:
-            for question in (*call.read_in, *call.questions):
+        for i, call in enumerate(trace.calls):
+            # What a tensor is asked for is a call of its own.
+            taken = (q for q in call.taken if (i, q.site) not in self._made)
+            for question in (*call.read_in, *call.questions, *taken):
                 self._note_question(call, question)
             cls: Any = type(trace.modules[call.path])
             if not trace.changed.isdisjoint(read_by_forward(cls)):

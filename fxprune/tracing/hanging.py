@@ -9,6 +9,7 @@ from types import CodeType
 from typing import NamedTuple
 
 from ..modules.bytecode import (
+    PARTS,
     Step,
     condition_at,
     decided,
@@ -45,13 +46,12 @@ def hanging(code: CodeType, place: int) -> Hanging:
     kept = _named(found, ("STORE_FAST",))
     returned = _named((a for a, b in pairwise(steps(code)) if b.opname == "RETURN_VALUE"), _LOADING)
     returns = any("RETURN" in name for name in names) or not kept.isdisjoint(returned)
-    flags = _named((b for a, b in pairwise(found) if a.opname not in _PARTS), ("STORE_FAST",))
+    flags = _named((b for a, b in pairwise(found) if a.opname not in PARTS), ("STORE_FAST",))
     idle = _is_idle(found) and all(_is_idle(used) for used in _used(code, condition, flags))
     return Hanging(called, _named(found, _SETTING), not idle, returns)
 
 
 _MAKING = ("CALL", "BINARY_", "UNARY_NEG", "UNARY_POS", "UNARY_INV")
-_PARTS = ("BINARY_SUBSCR", "BINARY_SLICE")
 _LOADING = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK")
 _SETTING = ("STORE_ATTR", "DELETE_ATTR")
 _NAMING = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_SUPER_ATTR")
@@ -73,7 +73,7 @@ def _used(code: CodeType, condition: int, flags: Container[str]) -> Iterator[lis
             asks = condition_at(code, steps(code)[i + 2].offset)
         if asks is not None:
             yield [steps(code)[j] for j in (*decided(code, asks), *taking(code, asks))]
-        yield [each for each in steps(code)[i + 1 : i + 2] if each.opname in _PARTS]
+        yield [each for each in steps(code)[i + 1 : i + 2] if each.opname in PARTS]
 
 
 def _is_idle(found: Sequence[Step]) -> bool:
@@ -85,7 +85,7 @@ def _is_idle(found: Sequence[Step]) -> bool:
         name = step.opname
         if name.startswith("LOAD_FAST"):
             loaded.append(step.argval)
-        elif name.startswith(_MAKING) and name not in _PARTS:
+        elif name.startswith(_MAKING) and name not in PARTS:
             fresh = True
         elif name.startswith("RETURN") and name != "RETURN_CONST":
             if before != "LOAD_CONST":
@@ -99,4 +99,4 @@ def _is_idle(found: Sequence[Step]) -> bool:
             return False
         elif "JUMP" in name and "IF" in name:
             loaded, fresh = [], False  # what it has made was asked
-    return not fresh and (not found or found[-1].opname not in _PARTS)
+    return not fresh and (not found or found[-1].opname not in PARTS)

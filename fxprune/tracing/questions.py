@@ -6,14 +6,18 @@ keeps a :class:`fxprune.rules.sizes.Question`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..modules.bytecode import takes_by
 from ..modules.frames import (
+    code_of,
     codes_of,
     frame_of_model,
     frame_that_asks,
@@ -37,12 +41,29 @@ _READS_DATA = ("bool", "int", "float", "complex", "index", "item", "local_scalar
 class Questions:
     def __init__(self, nodes: Nodes, calls: list[ModuleCall]) -> None:
         self._nodes, self._calls = nodes, calls
+        self._taken = set[Any]()
 
     def ask(self, function: Callable[..., Any], operands: tuple[Any, ...], answer: Any) -> None:
         """The code of the module that runs goes by what it was told of these numbers."""
         for i in self._nodes.running[-1:]:
             question = self._question(frame_of_model(), function, operands, answer)
             self._calls[i].questions.append(question)
+
+    def made(self, number: Any, repeats: bool = False, nth: int | None = None) -> None:
+        """Code has made a number of sizes. Lists and tuples give it an item for it, or a part, and
+        do not tell: nor would one that it ``repeats`` so often."""
+        frame = frame_of_model()
+        if frame is None or not sizes.dimensions([number]):
+            return
+        code, here = code_of(frame), frame.f_lasti
+        for i in self._nodes.running[-1:]:
+            for place in (here,) if repeats else takes_by(code, here, nth):
+                once = (i, code, place, sizes.expression(number))
+                if once not in self._taken:
+                    self._taken.add(once)
+                    question = self._question(frame, operator.getitem, (number,), None)
+                    site = (code, place)
+                    self._calls[i].taken.append(replace(question, site=site, asked_at=site))
 
     def goes_by(self, number: Any) -> None:
         """A size of which somebody makes a plain number unseen."""
@@ -79,9 +100,14 @@ class Questions:
         node = self._sized(args[0])
         if isinstance(value, torch.Size):
             frame = frame_of_model()
-            return sizes.traced_size(node, value, frame and frame.f_code)
+            size = sizes.traced_size(node, value, frame and frame.f_code)
+            for i, number in enumerate(tuple(size)):
+                self.made(number, nth=i)
+            return size
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-        return sizes.traced(value, sizes.Dimension(node, int(dim) % args[0].dim()))
+        number = sizes.traced(value, sizes.Dimension(node, int(dim) % args[0].dim()))
+        self.made(number)
+        return number
 
     def length(self, func: Any, args: Any) -> int:
         """``len(x)``, which Python makes a plain number."""

@@ -94,11 +94,17 @@ class Recorder(TorchFunctionMode):
             if self.nodes.running and not covered and not self._inside_torch:
                 self._questions.ask(function, tuple(map(self.nodes.own, operands)), answer)
 
-        before, sizes.on_question = sizes.on_question, note
+        def made(number: Any, repeats: bool) -> None:
+            covered = self._suspended and not self._transforming
+            if self.nodes.running and not covered and not self._inside_torch:
+                self._questions.made(self.nodes.own(number), repeats)
+
+        before = sizes.on_question, sizes.on_number
+        sizes.on_question, sizes.on_number = note, made
         try:
             yield
         finally:
-            sizes.on_question = before
+            sizes.on_question, sizes.on_number = before
 
     # -- calls --------------------------------------------------------------------------------
 

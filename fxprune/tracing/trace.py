@@ -46,6 +46,7 @@ class ModuleCall:
     lent: bool = False  # it ran on tensors that it was given in the place of its own
     reads_data: bool = False  # Python saw values of tensors: the run may go another way next time
     read_in: list[sizes.Question] = field(default_factory=list)  # by which code, without operands
+    taken: list[sizes.Question] = field(default_factory=list)  # by which sizes it takes items
     depth: int = 0  # how many codes of the model ran when it was called
 
     def inputs(self) -> set[fx.Node]:
