@@ -12,7 +12,7 @@ from torch import nn
 
 import fxprune
 
-from .oracle import awake, difference, run
+from .oracle import awake, check, difference, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::fxprune.PruningWarning")
 
@@ -237,3 +237,27 @@ def test_a_row_that_is_taken_by_a_size_is_no_doubt():
         return s.c(h + h[n - 1] + h[:rows].mean(0))
 
     assert same_at_other_sizes(Net(forward)) == 1
+
+
+class NormThenLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, h):
+        return self.layer(self.norm(h))
+
+
+def test_what_a_norm_said_before_a_size_was_asked_is_what_the_proof_goes_by():
+    """Behind ``if len(h) …`` nothing before is sure to be the same; a layer within had read it."""
+
+    def forward(s, x):
+        h = s.block(s.a(x))
+        if len(h) > 100:
+            h = h.sin()
+        return s.c(h)
+
+    net = Net(forward, block=NormThenLayer())
+    plan, _ = check(net, torch.randn(4, 6, dtype=torch.float64))
+    assert [name for name, _ in plan.notes] == ["c"]
+    fxprune.prune(awake(net), torch.randn(4, 6, dtype=torch.float64), sparsity=0.5)

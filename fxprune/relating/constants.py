@@ -156,7 +156,7 @@ class Constants:
         """The tensors that a call returns, with what the slices of each of their axes say when they
         are dead: NaN where that is not one number."""
         walks = [w for w in (self._loud, self._mute) if w is not None]
-        for loud, *mute in zip(*(leaves(w.values[node]) for w in walks), strict=True):
+        for loud, *mute in zip(*(leaves(w.at_call(node)) for w in walks), strict=True):
             silent = mute[0] if mute else loud
             said = (
                 self._by_silence(a.units, _first_row(a), _first_row(b))

@@ -92,6 +92,7 @@ class Sayings(Walk):
         self._born: dict[tuple[int, str], Tensor | None] = {}
         self.heard: list[Heard] = []
         self.demands: list[Demand] = []
+        self.undoubted: dict[fx.Node, Any] = {}  # values of which less is said by now
         self.norms: dict[fx.Node, str | None] = {}  # the tensor by which each knows its variance
 
     def read(self, name: str) -> Tensor:
@@ -247,7 +248,12 @@ class Sayings(Walk):
             return
         for other in fixed.doubtful(at, self.is_free_size):
             if other in self.values:
+                self.undoubted.setdefault(other, self.values[other])
                 self.values[other] = map_specs(self.values[other], self._doubted)
+
+    def at_call(self, node: fx.Node) -> Any:
+        """What a call returned, before any code behind it went by what may be another."""
+        return self.undoubted.get(node, self.values[node])
 
     def _doubted(self, value: Any) -> Any:
         return self.forget(value) if isinstance(value, Channels) and value.axes else value
