@@ -90,13 +90,11 @@ class Recorder(TorchFunctionMode):
                 return
             if function is hash and not is_model_code(sys._getframe(2)):
                 return
-            covered = self._suspended and not self._transforming
-            if self.nodes.running and not covered and not self._inside_torch:
+            if self._is_models_own():
                 self._questions.ask(function, tuple(map(self.nodes.own, operands)), answer)
 
         def made(number: Any, repeats: bool) -> None:
-            covered = self._suspended and not self._transforming
-            if self.nodes.running and not covered and not self._inside_torch:
+            if self._is_models_own():
                 self._questions.made(self.nodes.own(number), repeats)
 
         before = sizes.on_question, sizes.on_number
@@ -105,6 +103,11 @@ class Recorder(TorchFunctionMode):
             yield
         finally:
             sizes.on_question, sizes.on_number = before
+
+    def _is_models_own(self) -> bool:
+        """Whether it is the model's code that is at work, not PyTorch's, nor a leaf's."""
+        covered = self._suspended and not self._transforming
+        return bool(self.nodes.running) and not covered and not self._inside_torch
 
     # -- calls --------------------------------------------------------------------------------
 
